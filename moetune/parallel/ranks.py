@@ -154,7 +154,7 @@ class Ranks:
         """Name of torch's process group -> axis."""
         if self.dense is None or dist.group.WORLD is None:
             return {}
-        groups = {self.dense.get_group("pp").group_name: "pp"}
+        groups: dict[str, str] = {self.dense.get_group("pp").group_name: "pp"}
         groups |= {dist.group.WORLD.group_name: "all", self.data.group_name: "data"}
         if self.expert is not None:
             named = {"ep": "ep", "copy": "replicate", "shard": "efsdp"}

@@ -203,18 +203,25 @@ class ResolvedRun:
         )
 
     @cached_property
+    def embedding(self) -> str:
+        """Name of the weight of the input embedding."""
+        weight = self.model.plain.get_input_embeddings().weight
+        return next(name for name, one in self.model.plain.named_parameters() if one is weight)
+
+    @cached_property
     def stages(self) -> tuple[range, ...]:
         """The decoder layers of each stage of the pipeline; one stage with all layers without `parallel.pp`.
 
         With `stages: auto` they follow from the bytes of weights and, for what trains in full, of gradients and two
         float32 states.
         """
+        if self.config.parallel.pp == 1:
+            return (range(self.structure.num_layers),)
         frozen, width = FORMATS[self.config.model.base].bits / 8, self.dtype.itemsize
         packed = {f"{path}.weight" for path in self.quantized_linears}
         chosen = {layer.index: len(self.selection.experts.get(layer.index, ())) for layer in self.structure.moe_layers}
         totals = {layer.index: layer.shape.num_experts for layer in self.structure.moe_layers}
         layers, outside = [0.0] * self.structure.num_layers, dict[bool, float]()
-        embedding = self.model.plain.get_input_embeddings().weight
         for one in self.structure.parameters:
             share = float(one.name in self.selection.full)
             if one.component == "experts" and one.layer is not None:
@@ -222,7 +229,7 @@ class ResolvedRun:
             stored = frozen if one.component == "experts" or one.name in packed else width
             size = one.numel * (share * (2 * width + 8) + (1 - share) * stored)
             if one.layer is None:
-                is_first = self.model.plain.get_parameter(one.name) is embedding
+                is_first = one.name == self.embedding
                 outside[is_first] = outside.get(is_first, 0) + size
                 if is_first and one.name in self.structure.tied.values():
                     outside[False] = outside.get(False, 0) + size
@@ -234,12 +241,10 @@ class ResolvedRun:
     def trains_before_stages(self) -> tuple[bool, ...]:
         """For each stage of the pipeline, whether anything trains before its first layer."""
         paths = [f"{path}." for path in every_layer(self.model.plain)]
-        plain = self.model.plain
-        embedding = next(path for path, one in plain.named_modules() if one is plain.get_input_embeddings())
         first = min(
             (n for n, path in enumerate(paths) if any(name.startswith(path) for name in self.parts)), default=len(paths)
         )
-        if any(name.startswith(f"{embedding}.") for name in self.parts):
+        if any(name.startswith(self.embedding.removesuffix("weight")) for name in self.parts):
             first = -1
         return tuple(first < stage.start for stage in self.stages)
 
@@ -252,8 +257,8 @@ class ResolvedRun:
         held = Held.at(self.stages, ranks, pp)
         run = self.without_layers({*range(self.structure.num_layers)} - held.layers)
         plain = run.model.plain
-        paths = {module: path for path, module in plain.named_modules()}
-        embedding, head = paths[plain.get_input_embeddings()], paths[plain.get_output_embeddings()]
+        embedding = self.embedding.removesuffix(".weight")
+        head = next(path for path, module in plain.named_modules() if module is plain.get_output_embeddings())
         has = partial(held.has_outside, structure=self.structure, embedding=f"{embedding}.weight")
         absent = [path for path in (embedding, head) if not has(f"{path}.weight")]
         if head in absent and f"{head}.weight" in self.structure.tied and held.is_first:

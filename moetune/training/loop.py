@@ -302,7 +302,7 @@ class Loop:
             made = [
                 *map(self._on_device, collate_evenly(parts, max(len(b.rows) for b in batches), at_once, self.collate))
             ]
-            loss, predicted = self.stepper.held_out_loss(made), sum(map(count_loss_tokens, made))
+            loss, predicted = self.stepper.held_out_loss(made), torch.stack([*map(count_loss_tokens, made)]).sum()
             sums += torch.stack([self.ranks.total_over_stages(loss.double()), predicted.double()])
         for batch in batches if not at_once else ():
             inputs = self._batch([rows[index] for index in batch.rows], batch.counts)

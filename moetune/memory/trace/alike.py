@@ -65,7 +65,8 @@ def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
     that it holds: the stack is that of its own layers, numbered from 0.
     """
     at, kinds = ranks.coordinates, kinds_of(run, ranks.coordinates.ep)
-    mine = [layer for stage in run.stages[at.pp :: run.config.parallel.pp] for layer in stage]
+    pp = run.config.parallel.pp
+    mine = [*range(len(kinds))] if pp == 1 else [layer for stage in run.stages[at.pp :: pp] for layer in stage]
     stack = Stack.of([kinds[layer] for layer in mine])
     return Shortened(run.without_layers(set(range(len(kinds))) - {mine[number] for number in stack.kept}), stack)
 

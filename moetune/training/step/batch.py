@@ -85,7 +85,7 @@ def collate_evenly(
         if not counts:
             batches.append(uncounted(batch))
             continue
-        batch["is_token"] = batch.get("is_token", batch.get("attention_mask")).clone()
+        batch["is_token"] = batch["is_token" if "is_token" in batch else "attention_mask"].clone()
         batch["labels"][len(rows) :] = IGNORED
         batch["is_token"][len(rows) :] = 0
         batches.append(batch)

@@ -39,7 +39,7 @@ class Pipeline:
         self._adapted, self._watch, self._stages = adapted, watch, stages_on(adapted)
         self._experts = {layer.index: layer.shape.num_experts for layer in run.structure.moe_layers}
         self._trains_before = run.trains_before_stages
-        self._width = run.model.plain.get_input_embeddings().weight.shape[-1]
+        self._width = run.model.plain.get_parameter(run.embedding).shape[-1]
 
     def run(
         self,
