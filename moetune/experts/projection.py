@@ -169,10 +169,12 @@ class LowRank:
         dB = kernels.low_rank(dout, self.B.mT, None, None, None, *groups, 1.0) if self.dB is None else self.dB
         self.xA = self.dB = None
         kernels.low_rank_gradients_(dB, x, xA, dout, of_A, of_B, *(weights or (None, None)), *groups, self.scale)
+        if self.shared is None:
+            return
         factor = self.scale if weights is None else weights.column(x.dtype)[:, None] * self.scale
         if self.shared == "A":
             grads.add(self.A_all, (dB * factor).flatten(1).T @ x)
-        elif self.shared == "B":
+        else:
             grads.add(self.B_all, dout.T @ (xA * factor).flatten(1))
 
     def _in_parts(self, wide: Tensor) -> Tensor:

@@ -221,9 +221,13 @@ def traced_peak(run: ResolvedRun, routing: AssumedRouting | CountRows) -> int | 
 # --- Cases on CUDA --------------------------------------------------------------------------------------------
 
 
+EXPERT_MEMORY = "256MiB"  # `auto` takes what is left of a card, and these cases run on cards of any size
+
+
 def recipe(name: str, *settings: str) -> RunConfig:
     """A run file of `configs/` with random weights; `settings` as `--set` takes them."""
-    return load_run_config(ROOT / "configs" / f"{name}.yaml", ["model.weights=random", *settings])
+    fixed = ["model.weights=random", f"train.expert_memory={EXPERT_MEMORY}"]
+    return load_run_config(ROOT / "configs" / f"{name}.yaml", [*fixed, *settings])
 
 
 def catalog_run(model: str, adapt: dict[str, Any], /, **sections: dict[str, Any]) -> RunConfig:
@@ -232,7 +236,13 @@ def catalog_run(model: str, adapt: dict[str, Any], /, **sections: dict[str, Any]
         "model": {"path": model, "weights": "random", "base": "nf4"},
         "adapt": adapt,
         "optimizer": {"name": "adamw8bit"},
-        "train": {"micro_batch": 1, "accumulate": 2, "sequence_length": 2048, "checkpointing": "full"},
+        "train": {
+            "micro_batch": 1,
+            "accumulate": 2,
+            "sequence_length": 2048,
+            "checkpointing": "full",
+            "expert_memory": EXPERT_MEMORY,
+        },
     }
     for name, section in sections.items():
         run[name] = run.get(name, {}) | section
