@@ -90,7 +90,9 @@ def serving(
         run, folder = folder, folder.with_name(f"{folder.name}-served")
         if not folder.exists():
             export(run, "vllm", folder)
-            notes.append(f"the run's adapter is in {folder}; remove it to export again")
+        else:  # the run may have gone on since
+            notes.append(f"{folder} is served as it was exported before, not the run's newest checkpoint")
+        notes.append(f"the run's adapter is in {folder}; remove it to export again")
     adapter = folder if (folder / CONFIG_FILE).is_file() else None
     more, base = ([], what) if adapter is None else _with_adapter(adapter, program, name, on_cpu=gpu is None)
     found = find(base, device="cpu" if gpu is None else "cuda")
@@ -113,7 +115,12 @@ def serving(
             own = _gguf_of(adapter)
             commands.append(["convert_lora_to_gguf.py", str(adapter), "--base", path, *to, own])
             command += ["--lora", own]
-        commands = [one for one in commands if not Path(one[-1]).exists()] + [[*command, *where]]
+        made = [conversion[-1] for conversion in commands if Path(conversion[-1]).exists()]
+        notes += [
+            f"{file} is there and is not converted again; remove it if what it was made from has changed"
+            for file in made
+        ]
+        commands = [*(conversion for conversion in commands if conversion[-1] not in made), [*command, *where]]
     missing = sorted({command[0] for command in commands if shutil.which(command[0]) is None})
     return Serving(program, commands, requests, context, missing, notes)
 

@@ -48,7 +48,7 @@ def test_a_run_is_exported_and_its_rank_rounded_up(runs: Callable[[str], ToyRun]
     assert (given["--dtype"], given["--max-model-len"], given["--host"]) == ("float32", "4096", "127.0.0.1")
     assert "--max-loras" not in given
     assert json.loads((served / "adapter_config.json").read_text())["r"] == 12
-    assert serving(str(run.path), "vllm").notes == []  # not exported again
+    assert "as it was exported before, not the run's newest" in serving(str(run.path), "vllm").notes[0]
     assert options(serving(str(run.path), "vllm"))["--max-loras"] == "2"  # for a CPU
 
 
