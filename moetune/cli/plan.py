@@ -105,7 +105,7 @@ def plan(
         from moetune.planning.at_hand import in_words
         from moetune.planning.files import write_runs
         from moetune.planning.plan import plan as plan_for
-        from moetune.planning.tables import briefly, plan_view
+        from moetune.planning.views import briefly, plan_view
         from moetune.training.trl import InTrl
 
     here = cli.at_hand(gpu, count=count)

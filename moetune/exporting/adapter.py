@@ -21,8 +21,8 @@ from moetune.atomic import new_folder
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of, shown
 from moetune.exporting.folder import keep_apart, write_export_manifest
-from moetune.exporting.formats.merged import complete_config, copy_checkpoint
-from moetune.exporting.formats.updates import (
+from moetune.exporting.writers.merged import complete_config, copy_checkpoint
+from moetune.exporting.writers.updates import (
     Update,
     expert_with_lora,
     linear_with_lora,

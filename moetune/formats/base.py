@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moetune.config.schema import Storage
-from moetune.formats.published import Settings, SourceQuantization
+from moetune.formats.source_quantization import Settings, SourceQuantization
 from moetune.tensor_files import Stored
 
 SLACK = 1 + 2**-5

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from moetune.config.schema import Storage
 from moetune.errors import UserError
 from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
-from moetune.formats.published import Settings, SourceQuantization, invalid, left_out, settings_in
+from moetune.formats.source_quantization import Settings, SourceQuantization, invalid, left_out, settings_in
 from moetune.kernels import AT_ONCE, FP8_BLOCK
 from moetune.kernels.operators import operator
 from moetune.tensor_files import finite

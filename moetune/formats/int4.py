@@ -16,7 +16,7 @@ from moetune.config.schema import Storage
 from moetune.formats.base import Format, Rows, Sizes
 from moetune.formats.int4_layouts import Awq, Gptq, PackQuantized
 from moetune.formats.int4_values import dequantize_int4, group_of, packed, unpacked
-from moetune.formats.published import Settings, SourceQuantization, invalid, left_out
+from moetune.formats.source_quantization import Settings, SourceQuantization, invalid, left_out
 from moetune.kernels import AT_ONCE
 
 ZERO, LARGEST = 8, 15  # zero point of a symmetric group; largest code

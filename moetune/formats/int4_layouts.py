@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from moetune.errors import UserError
 from moetune.formats.base import Format, Parts, Quantized, Rows, require
 from moetune.formats.int4_values import dequantize_int4, group_of, packed, unpacked
-from moetune.formats.published import settings_in
+from moetune.formats.source_quantization import settings_in
 
 _EIGHT_ONES = 0x11111111  # 1 in each of a word's eight codes
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which of eight weights each code of a word has

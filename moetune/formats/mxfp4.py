@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from moetune.formats.base import Format, Parts, Quantized, Rows, Sizes, require
 from moetune.formats.e2m1 import LEVELS, e2m1_codes
-from moetune.formats.published import Settings, SourceQuantization
+from moetune.formats.source_quantization import Settings, SourceQuantization
 from moetune.kernels import AT_ONCE
 from moetune.kernels.operators import operator
 from moetune.tensor_files import finite

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit, unpack_tensor_to_dict
 from moetune.compat.bitsandbytes import functional as bnb
 from moetune.formats.base import Format, Parts, Quantized, Rows, Sizes, require
-from moetune.formats.published import Settings, SourceQuantization
+from moetune.formats.source_quantization import Settings, SourceQuantization
 from moetune.kernels.operators import operator
 from moetune.tensor_files import NAMES, refuse_value
 

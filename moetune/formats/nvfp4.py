@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
 from moetune.formats.e2m1 import E2M1, LEVELS, e2m1_codes
-from moetune.formats.published import Settings, SourceQuantization, left_out
+from moetune.formats.source_quantization import Settings, SourceQuantization, left_out
 from moetune.kernels import AT_ONCE
 from moetune.kernels.operators import operator
 

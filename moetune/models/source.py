@@ -15,17 +15,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.published import SourceQuantization, sections_with_settings, settings_beside
+from moetune.formats.source_quantization import SourceQuantization, sections_with_settings, settings_beside
+from moetune.formats.table import quantization_of
 from moetune.json_files import read_json
 from moetune.models.catalog import CatalogModel, find_model, model_names
 from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
 from moetune.models.hub.snapshot import download, downloaded
-from moetune.models.source_quantization import (
-    REST,
-    QuantizedManifest,
-    quantization_of,
-    read_quantized_manifest,
-)
+from moetune.models.quantized_manifest import REST, QuantizedManifest, read_quantized_manifest
 from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
 from moetune.tensor_files import Stored, read_header

@@ -8,8 +8,8 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import MemoryReport
 from moetune.models.parameter_count import count_parameters
-from moetune.planning.changes import Remedy, fitting
 from moetune.planning.predictor import Predictor
+from moetune.planning.savings import Remedy, fitting
 
 
 @dataclass(frozen=True)

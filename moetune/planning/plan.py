@@ -14,7 +14,7 @@ from moetune.models.catalog.gpus import Gpu, find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
 from moetune.planning.candidate import Candidate
-from moetune.planning.changes import Remedy, changed, fitting
+from moetune.planning.savings import Remedy, changed, fitting
 from moetune.planning.search import Found, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import calling

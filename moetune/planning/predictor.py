@@ -9,7 +9,8 @@ from moetune.cache import file_of, read_cached, write_cached
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.commands.trl import predict_trl
-from moetune.memory.predict import allocator_here, predict
+from moetune.memory.predict import predict_memory
+from moetune.memory.rank_memory import allocator_here
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.run.dtypes import DeviceType
@@ -89,6 +90,6 @@ class Predictor:
             if trainer is not None:
                 report = predict_trl(run, trainer.trainer, trainer.more, gpu=self.gpu, routing=routing)
             else:
-                report = predict(run, gpu=self.gpu, routing=routing, simulated=simulated)
+                report = predict_memory(run, gpu=self.gpu, routing=routing, simulated=simulated)
             write_cached(file, MemoryReport, report)
         return report

@@ -19,9 +19,9 @@ from moetune.models.catalog.gpus import Gpu
 from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
 from moetune.planning.candidate import Candidate, NextLarger
-from moetune.planning.changes import changed
 from moetune.planning.fit import headroom, last_that_fits, surely_left
 from moetune.planning.predictor import Predictor
+from moetune.planning.savings import changed
 from moetune.planning.strategies import Strategy
 from moetune.run.resolve import resolve_model
 from moetune.training.trl import InTrl

@@ -16,9 +16,9 @@ from moetune.errors import UserError, suggest
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu, gpu_names
 from moetune.models.selection import ranges
-from moetune.planning.changes import changed
 from moetune.planning.fit import headroom, last_that_fits, surely_left
 from moetune.planning.predictor import Predictor
+from moetune.planning.savings import changed
 from moetune.run.resolve import ResolvedRun
 
 NOTCH = 64

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from moetune.config.schema import Storage
 from moetune.formats.table import FORMATS
 from moetune.models.structure import ModelStructure
-from moetune.planning.changes import is_setting_of_host
+from moetune.planning.savings import is_setting_of_host
 
 Goal = Literal["router", "experts", "lora"]
 GOALS: tuple[Goal, ...] = get_args(Goal)

@@ -12,7 +12,7 @@ from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig, Resolve
 from moetune.config.schema import ModelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.formats.published import remove_settings
+from moetune.formats.source_quantization import remove_settings
 from moetune.models.dry_run import refuse_unrunnable
 from moetune.models.routers import ScoreFunction, correction_bias, score_functions
 from moetune.models.selection import NOTHING, select

@@ -15,7 +15,7 @@ from moetune.compat.transformers import has_sinks, supports_attention
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.config.schema import KeptConfig, ModelConfig, OptimizerConfig, RunConfig
 from moetune.errors import UserError, counted
-from moetune.formats.published import SourceQuantization
+from moetune.formats.source_quantization import SourceQuantization
 from moetune.formats.table import FORMATS
 from moetune.models.dry_run import flow_of
 from moetune.models.stack import every_layer

@@ -17,7 +17,7 @@ from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.published import SourceQuantization
+from moetune.formats.source_quantization import SourceQuantization
 from moetune.formats.table import FORMATS
 from moetune.tensor_files import NAMES
 

@@ -10,8 +10,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from moetune.adapt.count import count
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
-from moetune.exporting.formats.merged import write_config
-from moetune.formats.published import SourceQuantization, left_out
+from moetune.exporting.writers.merged import write_config
+from moetune.formats.source_quantization import SourceQuantization, left_out
 from moetune.models.source import find_model_source
 from moetune.run.resolve import resolve_model
 from tests.toys import toy_config

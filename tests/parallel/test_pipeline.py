@@ -11,7 +11,7 @@ from torch import Tensor
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.memory.predict import predict
+from moetune.memory.predict import predict_memory
 from moetune.models.dry_run import flow_of
 from moetune.models.stack import StageLayers, every_layer
 from moetune.models.structure import meta_model
@@ -132,7 +132,7 @@ def test_a_prediction_is_what_real_ranks_take_and_send(schedule: str, model: Pat
 
 def test_a_report_names_the_stages(model: Path, tmp_path: Path) -> None:
     config = pipelines.config_of(model, tmp_path, tmp_path / "out", "router", {"pp": 2, "stages": ["0-2", 3]})
-    report = predict(config, gpu="rtx-3090", simulated=False)
+    report = predict_memory(config, gpu="rtx-3090", simulated=False)
     text = dict(report.about)["stages"]
     assert text == "1f1b: layers 0-2 (2 in flight); layers 3-3 (1 in flight); 20% of a step waits for other stages"
     assert [sent.axis for sent in report.collectives if sent.kind == "point-to-point"]

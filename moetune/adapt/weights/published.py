@@ -15,7 +15,7 @@ from moetune.compat.transformers import unmatched_keys
 from moetune.errors import UserError, first_of, reading
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.published import SAVE_AGAIN
+from moetune.formats.source_quantization import SAVE_AGAIN
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks

@@ -32,7 +32,7 @@ from moetune.formats.table import format_of
 from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
-from moetune.models.source_quantization import REST, QuantizedManifest
+from moetune.models.quantized_manifest import REST, QuantizedManifest
 from moetune.models.stack import LeftOut, OnOtherRank
 from moetune.models.structure import tied_names
 from moetune.parallel.ranks import Ranks

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import base_folder, open_run
-from moetune.exporting.formats.merged import complete_config
+from moetune.exporting.writers.merged import complete_config
 from moetune.inference.check import check_export
 from moetune.tensor_files import read_headers
 from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
@@ -184,7 +184,7 @@ def test_a_failure_leaves_nothing_behind(
     run = write_run(tmp_path / "run", base("mixtral"), FULL)
     out = tmp_path / "out" / "merged"
     monkeypatch.setattr(
-        "moetune.exporting.formats.merged.write_export_manifest", lambda *_: os.open(tmp_path / "none", os.O_RDONLY)
+        "moetune.exporting.writers.merged.write_export_manifest", lambda *_: os.open(tmp_path / "none", os.O_RDONLY)
     )
     with pytest.raises(UserError, match=r"merged' was not written: No such file .*none"):
         merge(run, out)

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from moetune.errors import counted
 from moetune.memory.report import MemoryReport
 from moetune.planning.candidate import Candidate
-from moetune.planning.changes import Remedy
 from moetune.planning.compare import Compared
 from moetune.planning.plan import Plan
+from moetune.planning.savings import Remedy
 from moetune.planning.strategies import Goal
 from moetune.report.memory import left_in_words, span_in_words
 from moetune.report.units import between, from_to, gib, hours

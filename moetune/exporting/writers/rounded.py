@@ -19,8 +19,8 @@ from moetune.config.schema import Storage
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
-from moetune.exporting.formats.merged import complete_config, copy_rows, create_files, write_config
-from moetune.exporting.formats.updates import new_rows, placed, updates
+from moetune.exporting.writers.merged import complete_config, copy_rows, create_files, write_config
+from moetune.exporting.writers.updates import new_rows, placed, updates
 from moetune.formats.base import Format, Quantized
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.table import FORMATS
