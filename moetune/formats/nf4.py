@@ -44,7 +44,7 @@ def dequantize_nf4(
             for scales, of_scales in zip(absmax.chunk(together), nested.chunk(together), strict=True)
         ).view(absmax.shape)
         absmax.add_(offset[:, None])
-    # A matrix that is not a whole number of blocks is dequantized alone (bitsandbytes in docs/reference/upstream.md).
+    # A matrix that is not a whole number of blocks is dequantized alone (findings/bitsandbytes_dequantize_on_cpu.sh).
     together = 1 if weights % BLOCK == 0 else count
     return _joined(
         ops.dequantize_4bit(part.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(part), weights), dtype)
