@@ -121,7 +121,7 @@ def plan(
         if tokens is None:
             tokens, more = _tokens_of(data, what, min_sequence)
             why += more
-    printed = ""
+    printed, every = "", any((all_, json_, write, html, figure))
     with progress.status(Text(head)) as status:
 
         def show_progress(made: int, of: int, now: str, best: Candidate | None) -> None:
@@ -144,7 +144,8 @@ def plan(
             tight=tight,
             routing=parse_routing(routing),
             trainer=None if trainer is None else InTrl(trainer, json.dumps(arguments)),  # type: ignore[arg-type]
-            every=any((all_, json_, write, html, figure)),
+            every=every,
+            beyond=every or explain,
             processes=min(4, torch.get_num_threads()),
             show=show_progress,
         )

@@ -124,6 +124,7 @@ def plan(
     routing: AssumedRouting | None = None,
     trainer: InTrl | None = None,
     every: bool = True,
+    beyond: bool = True,
     processes: int = 1,
     show: Show = lambda *_: None,
 ) -> Plan:
@@ -146,6 +147,7 @@ def plan(
         routing: how many tokens each expert is assumed to receive; None: not known.
         trainer: the trainer of TRL that the runs are for; None for moetune's own. No time is estimated then.
         every: whether the largest run of every strategy is searched; else only the most useful run of each goal.
+        beyond: whether the next larger run of each candidate is predicted, `Candidate.next_larger`.
         processes: the number of processes that search at the same time.
         show: called before searches begin, and after each.
 
@@ -178,6 +180,8 @@ def plan(
         results = [*_searched(call, of_goals, every, show)]
         show(len(results), len(results), "predicting the speed of what fits", None)
         fitting_runs = [result.candidate for result in results if result.candidate is not None]
+        if not beyond:
+            fitting_runs = [replace(one, next_larger=None) for one in fitting_runs]
         candidates = _useful_first([*call("whole", _ranked(fitting_runs))])
     miss = None
     if not candidates:

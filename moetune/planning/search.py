@@ -88,6 +88,11 @@ class Search:
         """The model's layers and parameters."""
         return resolve_model(self.start.model).structure
 
+    @cached_property
+    def _too_large(self) -> set[tuple[str, str]]:
+        """(goal, storage) of which the frozen weights alone exceed the GPU, whatever the optimizer and the size."""
+        return set()
+
     @property
     def left(self) -> Callable[[MemoryReport], int]:
         """Function from a report to the bytes left free on GPU or host, whichever has less; negative if none are. The
@@ -116,13 +121,21 @@ class Search:
 
     def _best(self, strategies: Sequence[Strategy]) -> Candidate | None:
         saving = strategies[-1]
+        stored = saving.goal, str(saving.storage)
+        if stored in self._too_large:
+            return None
         sizes = self._sizes(saving)
+        first = 0 if saving.goal == "experts" else len(sizes) - 1  # the highest rank often fits
+        report = self.predictor.of(self._run(saving, sizes[first]))
+        if not _holds_frozen_weights(report):
+            self._too_large.add(stored)
+            return None
         last, reports = last_that_fits(
             len(sizes),
             lambda number: self.predictor.of(self._run(saving, sizes[number])),
             self.left,
-            start=0 if saving.goal == "experts" else len(sizes) - 1,  # the highest rank often fits
             sizes=[size.amount for size in sizes],
+            known={first: report},
         )
         if last < 0:
             return None
@@ -215,3 +228,10 @@ class Search:
                 words = f"{counted(count, 'layer')} × {counted(each, 'expert')}"
                 sizes.append(Size(count * each, words, chosen))
         return sizes
+
+
+def _holds_frozen_weights(report: MemoryReport) -> bool:
+    assert report.headroom_bytes is not None
+    fullest = report.fullest
+    capacity = report.headroom_bytes + report.required - fullest.outside_allocator
+    return capacity >= fullest.parts.frozen_weights

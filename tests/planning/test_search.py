@@ -58,13 +58,12 @@ class Arithmetic(Predictor):
         grows = amount * self.each * states
         required = base + self.beside + grows + of_layer * self.a_layer + (config.train.micro_batch - 1) * self.a_row
         parts = SimpleNamespace(
-            trainable_weights=grows, master_weights=0, optimizer_states=0, gradients=0,
+            frozen_weights=base, trainable_weights=grows, master_weights=0, optimizer_states=0, gradients=0,
             saved_activations=config.train.micro_batch * self.a_row, transient_peak=self.beside,
         )  # fmt: skip
         left = int(self.usable - required)
-        return SimpleNamespace(
-            headroom_bytes=left, least_headroom=left, host=None, fullest=SimpleNamespace(parts=parts)
-        )
+        fullest = SimpleNamespace(parts=parts, outside_allocator=0)
+        return SimpleNamespace(headroom_bytes=left, least_headroom=left, required=required, host=None, fullest=fullest)
 
 
 def of_equal_costs(goal: Goal, model: str) -> list[list[Strategy]]:
@@ -105,6 +104,19 @@ def test_the_best_run_is_what_exhaustive_search_finds(goal: Goal, model: str) ->
             assert (found is None) is (best is None)
             if found is not None:
                 assert (found.amount, -found.strategy.order, found.config.train.micro_batch) == best
+
+
+@pytest.mark.parametrize("goal", ["experts", "lora"])
+def test_frozen_weights_larger_than_the_gpu_are_predicted_once(goal: Goal) -> None:
+    """Other sizes and optimizers have the same frozen weights, 1,000 bytes in 4 bits."""
+    predictions = []
+    for usable in (999, 1000):
+        search = search_of("mixtral-8x7b", "44GiB")
+        answers = Arithmetic(usable, random.Random(0))
+        search.__dict__["predictor"] = answers
+        assert all(search.best(tried).candidate is None for tried in of_equal_costs(goal, "mixtral-8x7b"))
+        predictions.append(len(answers.asked))
+    assert predictions[0] == 1 < predictions[1]
 
 
 def test_more_experts_come_with_more_layers_first() -> None:
