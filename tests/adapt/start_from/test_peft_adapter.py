@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from moetune.adapt.start_from.peft_adapter import load_peft
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from tests.exporting.formats.test_peft import LORA, assert_same, logits, make_run
+from tests.exporting.writers.test_peft import LORA, assert_same, logits, make_run
 from tests.exporting.runs import ToyRun
 from tests.reference import excite_, token_ids
 
