@@ -63,14 +63,14 @@ def save_what_trains(model: PreTrainedModel, names: Iterable[str], model_type: s
     model._keys_to_ignore_on_save = {name for name, _ in stored if name not in saved} & model.state_dict().keys()
 
     @functools.wraps(save)
-    def save_pretrained(save_directory: str | Path, *args: Any, **options: Any) -> None:
-        state = options.pop("state_dict", None) or model.state_dict()
+    def save_pretrained(save_directory: str | Path, **options: Any) -> None:
+        state = options.get("state_dict") or model.state_dict()
         trained = {name: tensor for name, tensor in state.items() if name in saved}
-        save(save_directory, *args, **options, state_dict=trained, save_original_format=False)
+        save(save_directory, **options | {"state_dict": trained, "save_original_format": False})
         if (file := Path(save_directory) / "config.json").is_file():
             file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}, indent=2))
 
-    model.save_pretrained = save_pretrained  # type: ignore[method-assign]
+    model.save_pretrained = save_pretrained  # type: ignore[method-assign, assignment]
 
 
 def chat_template_environment() -> Environment:
