@@ -61,7 +61,8 @@ def _alone(factor: Tensor) -> Tensor:
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Any, x: Tensor, A_rp: Tensor, B_qr: Tensor, scale: float) -> Tensor:
-        ctx.base, ctx.scale = base, scale
+        # parameters, as all else that lives as long, are not saved: checkpointing takes as long as a launch for each
+        ctx.base, ctx.factors, ctx.scale = base, (A_rp, B_qr), scale
         x_Np = x.flatten(0, -2)
         if x_Np.shape[0] <= FEW_ROWS:
             out = base(x)
@@ -70,13 +71,13 @@ class _AdaptedLinear(torch.autograd.Function):
             out = nn.functional.linear(x, dequantized(base, x.dtype), bias)
         out_Nq = out.flatten(0, -2)
         xA_Nr = kernels.low_rank(x_Np, _alone(A_rp), _alone(B_qr), out_Nq, out_Nq, None, [len(x_Np)], scale)
-        ctx.save_for_backward(x, A_rp, B_qr, xA_Nr)
+        ctx.save_for_backward(x, xA_Nr)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, A_rp, B_qr, xA_Nr = ctx.saved_tensors
+        (x, xA_Nr), (A_rp, B_qr) = ctx.saved_tensors, ctx.factors
         x_Np, dout_Nq = x.flatten(0, -2), dout.flatten(0, -2)
         rows: Any = None, [len(x_Np)]
         dx_Np = dout_Nq @ dequantized(ctx.base, dout.dtype) if ctx.needs_input_grad[1] else None
