@@ -91,7 +91,7 @@ class ChoicesOf:
             bank.register_forward_pre_hook(lambda *_: self.call and self.call.end())
         for path in attention:
             module = model.get_submodule(path)
-            module.register_forward_pre_hook(lambda *_: self.call and not is_varlen(model) and self.call.begin())
+            module.register_forward_pre_hook(lambda *_: None if is_varlen(model) else self.call and self.call.begin())
             module.register_forward_hook(lambda *_: self.call and self.call.end())
             for part in module.modules():
                 part.__dict__["around_kernel"] = self._recording
