@@ -410,12 +410,19 @@ def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args:
     `calls_rotary` must hold for the module. `rotate` is called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and
     with whatever else the module passes, and returns (rotated q, rotated k).
     """
-    forward: Any = type(attention).forward
-    replaced = {"apply_rotary_pos_emb": functools.partial(rotate, forward.__globals__["apply_rotary_pos_emb"])}
-    copied = FunctionType(
-        forward.__code__, forward.__globals__ | replaced, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copied.__kwdefaults__ = forward.__kwdefaults__
+    copied = rotate.__dict__.get("copied")
+    if copied is None or copied.__globals__["apply_rotary_pos_emb"].func is not rotate:  # `rotate` may be a copy itself
+        forward: Any = type(attention).forward
+        replaced = {"apply_rotary_pos_emb": functools.partial(rotate, forward.__globals__["apply_rotary_pos_emb"])}
+        copied = FunctionType(
+            forward.__code__,
+            forward.__globals__ | replaced,
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        rotate.__dict__["copied"] = copied
     return copied(attention, *args, **kwargs)
 
 
