@@ -23,6 +23,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -40,7 +41,7 @@ from moetune.errors import UserError
 from moetune.experts import context
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.measurement.measure import measure
-from moetune.models.catalog.gpus import find_gpu
+from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.planning.predict import predict
 from moetune.run.resolve import resolve
 
@@ -57,6 +58,12 @@ def with_rows(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
+def card_here(size: str) -> Gpu:
+    """A card of this size, whose cuBLAS is that of the device at hand: its workspaces differ between capabilities."""
+    card, here = find_gpu(size), find_gpu(torch.cuda.get_device_name())
+    return replace(card, capability=here.capability, cublas_workspace=here.cublas_workspace)
+
+
 def largest(config: RunConfig, card: str, *, with_room: bool = False, routing: str | None = None) -> int:
     """The most rows of a micro-batch that the prediction lets through: 0 if not even one, `MOST` if so many.
 
@@ -68,7 +75,7 @@ def largest(config: RunConfig, card: str, *, with_room: bool = False, routing: s
     def left(rows: int) -> int:
         """Bytes that the card has beyond what is required."""
         run = resolve(with_rows(config, rows), "cuda")
-        report = predict(run, gpu=card, routing=parse_routing(routing))
+        report = predict(run, gpu=card_here(card), routing=parse_routing(routing))
         assert report.headroom_bytes is not None
         return report.least_headroom if with_room else report.headroom_bytes
 
@@ -139,7 +146,7 @@ def cases(
 def judge(name: str, config: RunConfig, card: str, rows: int, routing: str | None = None) -> dict[str, Any]:
     """Predicts a case, runs it in a process of its own, and compares."""
     config = with_rows(config, rows)
-    report = predict(resolve(config, "cuda"), gpu=card, routing=parse_routing(routing))
+    report = predict(resolve(config, "cuda"), gpu=card_here(card), routing=parse_routing(routing))
     command = [sys.executable, __file__, "--cards", card, "--run", config.model_dump_json()]
     command += [] if routing is None else ["--routing", routing]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

@@ -434,9 +434,11 @@ def claim(device: torch.device, cap: int | None) -> dict[str, Any]:
 
 
 def predicted_on_cuda(config: RunConfig, card: dict[str, Any], routing: AssumedRouting) -> dict[str, int]:
-    """Bytes on this card; `with_loading` is the most that the process takes, loading included."""
+    """Bytes on this card; `with_loading` is the most that the process takes, loading included, and from `low` to `high`
+    the range of it."""
     report = predict(resolve(config, "cuda"), gpu=catalog_name(card), routing=routing)
-    return {kind: getattr(report.fullest, f"peak_{kind}") for kind in BYTES} | {"with_loading": report.peak_process}
+    peaks = {kind: getattr(report.fullest, f"peak_{kind}") for kind in BYTES}
+    return peaks | {"with_loading": report.peak_process, "low": report.span.low, "high": report.span.high}
 
 
 def catalog_name(card: dict[str, Any]) -> str:
