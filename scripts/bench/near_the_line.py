@@ -196,9 +196,14 @@ def run_here(config: RunConfig, card: str, routing: str | None = None) -> dict[s
     return {"ran": True, "measured": {"allocated": measured.peak_allocated, "reserved": measured.peak_reserved}}
 
 
+def took(row: dict[str, Any]) -> int:
+    """Bytes that a run needed which ran: allocated, and outside the allocator."""
+    return row["measured"]["allocated"] + row["outside"]
+
+
 def said(row: dict[str, Any]) -> str:
     """Whether the verdict came true."""
-    if row["ran"] and row["measured"]["allocated"] + row["outside"] < row["range"]["low"]:
+    if row["ran"] and took(row) < row["range"]["low"]:
         return "BELOW LOW"
     if row["ran"]:
         return "false no" if row["verdict"] == "no" else "ran"
@@ -222,8 +227,20 @@ def table(report: dict[str, Any]) -> Iterator[str]:
             ran = sum(row["ran"] for row in rows)
             shares = spread((100 * row["required"] / row["usable"] for row in rows), "{:.1f} %")
             yield f"| {verdict} | {len(rows)} | {ran} | {len(rows) - ran} | {shares} |"
+    yield from coverage(report["cases"])
     made = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"\nCommits {', '.join(sorted({str(row['commit'])[:12] for row in report['cases']}))}; {made}."
+
+
+def coverage(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield how many runs lie in their range, and how wide it is. One that ran out of memory needs more than the card
+    has: that lies in its range if the high end does not fit."""
+    ran = [row for row in rows if row["ran"]]
+    inside = [row["range"]["low"] <= took(row) <= row["range"]["high"] for row in ran]
+    beyond = [row["range"]["high"] > row["usable"] for row in rows if not row["ran"]]
+    width = spread((100 * (row["range"]["high"] - row["range"]["low"]) / row["required"] for row in rows), "{:.1f} %")
+    yield f"\nIn their range: {sum(inside)} of {len(inside)} that ran, {sum(beyond)} of {len(beyond)} that did not."
+    yield f"Width of the range, of what is required: {width}."
 
 
 def main() -> None:
