@@ -15,12 +15,14 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import yaml
 
 from moetune.cli.main import main
 from moetune.config.schema import RunConfig
+from moetune.inference import evaluate
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.commands.trl import predict_trl
 from moetune.memory.measurement.measure import catalog_name
@@ -45,7 +47,8 @@ def of_trainer(kind: TrlTrainer, more: dict[str, Any], config: RunConfig, folder
 
 def called(*words: str | Path) -> str:
     """Run a command in this process; return what it prints."""
-    out, arguments = io.StringIO(), sys.argv
+    written, arguments = io.BytesIO(), sys.argv
+    out = io.TextIOWrapper(written, encoding="utf-8")
     sys.argv = ["moetune", *map(str, words)]
     try:
         with redirect_stdout(out):
@@ -55,7 +58,8 @@ def called(*words: str | Path) -> str:
             raise SystemExit(f"moetune {' '.join(map(str, words))}: exit code {ended.code}") from None
     finally:
         sys.argv = arguments
-    return out.getvalue()
+    out.flush()
+    return written.getvalue().decode()
 
 
 def of_command(words: Callable[[Path], list[str | Path]], real: tuple[str, ...], folder: Path) -> Peaks:
@@ -64,7 +68,9 @@ def of_command(words: Callable[[Path], list[str | Path]], real: tuple[str, ...],
     predicted = json.loads(called(*given, "--predict", "--json"))["ranks"][0]["peak_allocated"]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    called(*given, *(str(folder / "out") if word == "OUT" else word for word in real))
+    counted = evaluate.held_out_loss
+    with patch.object(evaluate, "held_out_loss", lambda *batch: (counted(*batch)[0], 1)):  # a number read there is zero
+        called(*given, *(str(folder / "out") if word == "OUT" else word for word in real))
     return predicted, torch.cuda.max_memory_allocated() - before
 
 
@@ -85,7 +91,7 @@ def model(folder: Path) -> Path:
 
 
 def data(folder: Path) -> Path:
-    return small.write_data(folder / "data.jsonl", [{"prompt": TEXT, "completion": TEXT * 20} for _ in range(16)])
+    return small.write_data(folder / "data.jsonl", [{"prompt": TEXT, "completion": TEXT * 12} for _ in range(16)])
 
 
 def run_file(folder: Path) -> Path:
