@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import io
 import json
-import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from unittest.mock import patch
 
 import torch
 import yaml
+from torch import Tensor
+from transformers import MaxLengthCriteria
 
-from moetune.cli.main import main
+from moetune.cli.main import app
 from moetune.config.schema import RunConfig
 from moetune.inference import evaluate
 from moetune.memory.assumed_routing import BALANCED
@@ -47,19 +48,31 @@ def of_trainer(kind: TrlTrainer, more: dict[str, Any], config: RunConfig, folder
 
 def called(*words: str | Path) -> str:
     """Run a command in this process; return what it prints."""
-    written, arguments = io.BytesIO(), sys.argv
-    out = io.TextIOWrapper(written, encoding="utf-8")
-    sys.argv = ["moetune", *map(str, words)]
-    try:
-        with redirect_stdout(out):
-            main()
-    except SystemExit as ended:
-        if ended.code:
-            raise SystemExit(f"moetune {' '.join(map(str, words))}: exit code {ended.code}") from None
-    finally:
-        sys.argv = arguments
-    out.flush()
-    return written.getvalue().decode()
+    with redirect_stdout(io.StringIO()) as out:
+        app([*map(str, words)], standalone_mode=False)
+    return out.getvalue()
+
+
+class Enough(Exception):
+    """All tokens were generated, which the values of no tensor say here."""
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Inside, a count of tokens is 1, and generating ends by an `Enough` when it is long enough."""
+    counted = evaluate.held_out_loss
+
+    def is_long_enough(self: MaxLengthCriteria, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        if ids.shape[1] >= self.max_length:
+            raise Enough
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    with (
+        patch.object(evaluate, "held_out_loss", lambda *batch: (counted(*batch)[0], 1)),
+        patch.object(MaxLengthCriteria, "__call__", is_long_enough),
+        suppress(Enough),
+    ):
+        yield
 
 
 def of_command(words: Callable[[Path], list[str | Path]], real: tuple[str, ...], folder: Path) -> Peaks:
@@ -68,8 +81,7 @@ def of_command(words: Callable[[Path], list[str | Path]], real: tuple[str, ...],
     predicted = json.loads(called(*given, "--predict", "--json"))["ranks"][0]["peak_allocated"]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    counted = evaluate.held_out_loss
-    with patch.object(evaluate, "held_out_loss", lambda *batch: (counted(*batch)[0], 1)):  # a number read there is zero
+    with without_values():
         called(*given, *(str(folder / "out") if word == "OUT" else word for word in real))
     return predicted, torch.cuda.max_memory_allocated() - before
 
