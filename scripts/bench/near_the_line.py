@@ -143,6 +143,12 @@ def cases(
             yield f"drawn {made}: {config.model.path}", config, card, rows + more
 
 
+def recorded(file: Path) -> Iterator[tuple[str, RunConfig, str, int]]:
+    """What `cases` gave when the file was written."""
+    for row in json.loads(file.read_text(encoding="utf-8"))["cases"]:
+        yield row["case"], RunConfig.model_validate(row["run"]), row["card"], row["rows"]
+
+
 def judge(name: str, config: RunConfig, card: str, rows: int, routing: str | None = None) -> dict[str, Any]:
     """Predicts a case, runs it in a process of its own, and compares."""
     config = with_rows(config, rows)
@@ -251,6 +257,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="what is drawn from, comma-separated")
     parser.add_argument("--cards", default=",".join(CARDS), help="sizes, comma-separated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here, and its page beside it")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="the cases of this JSON, with as many rows as there")
     parser.add_argument("--routing", metavar="FILE", help="recorded loads of experts, as from moetune score")
     parser.add_argument("--run", help="run this one in this process: a run file as JSON")
     options = parser.parse_args()
@@ -272,7 +279,8 @@ def main() -> None:
 
     def results() -> Iterator[dict[str, Any]]:
         models = options.models.split(",")
-        for case in cases(options.recipes, options.drawn, cards, models, options.seed, options.routing):
+        some = cases(options.recipes, options.drawn, cards, models, options.seed, options.routing)
+        for case in some if options.again is None else recorded(options.again):
             report["cases"].append(judge(*case, options.routing))
             if options.json is not None:
                 write_json(report, options.json)
