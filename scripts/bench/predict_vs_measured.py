@@ -485,7 +485,7 @@ def command_cases() -> dict[str, Callable[[Path], tuple[int, int]]]:
     """What command_peaks.py compares; it needs TRL, which the other cases do not."""
     import command_peaks
 
-    train = {"sequence_length": 1024, "accumulate": 2}
+    train = {"micro_batch": 2, "sequence_length": 1024, "accumulate": 2}
     return command_peaks.cases(catalog_run("mixtral-8x7b", LORA_16, train=train))
 
 

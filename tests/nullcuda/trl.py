@@ -42,8 +42,8 @@ def measured(run: ResolvedRun, kind: Any, more: dict[str, Any], folder: Path) ->
     card = torch.device("cuda", 0)
     gc.collect()
     before = torch.cuda.memory_allocated(card)
-    torch.cuda.reset_peak_memory_stats(card)
     adapted = build(run, card)
+    torch.cuda.reset_peak_memory_stats(card)  # of a large model, loading takes more than a step
     steps = 1 + more.get("num_iterations", 1)  # GRPO generates anew in the last
     arguments = trl_arguments(run, kind) | more | {"max_steps": steps, "output_dir": str(folder), "disable_tqdm": True}
     length, generate, left = arguments.get("max_completion_length", 0), adapted.model.generate, 0
