@@ -123,7 +123,7 @@ def cases(lora: RunConfig) -> dict[str, Callable[[Path], Peaks]]:
         ("dpo", {"precompute_ref_log_probs": False}),
         ("kto", {"precompute_ref_log_probs": False}),
         ("orpo", {}),
-        ("grpo", {"max_completion_length": 64, "beta": 0.1}),
+        ("grpo", {"max_completion_length": 16, "beta": 0.1}),
     ]
     commands: dict[str, tuple[Callable[[Path], list[str | Path]], tuple[str, ...]]] = {
         "score": (lambda folder: ["score", run_file(folder)], ("--out", "OUT")),
