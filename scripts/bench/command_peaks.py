@@ -103,14 +103,15 @@ def model(folder: Path) -> Path:
 
 
 def data(folder: Path) -> Path:
-    return small.write_data(folder / "data.jsonl", [{"prompt": TEXT, "completion": TEXT * 12} for _ in range(16)])
+    return small.write_data(folder / "data.jsonl", [{"prompt": TEXT, "completion": TEXT * 20} for _ in range(16)])
 
 
 def run_file(folder: Path) -> Path:
     """LoRA on attention and experts: two steps of two rows of 512 tokens."""
     lora = {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}
     train = {"sequence_length": 512, "steps": 2, "accumulate": 1}
-    run = small.run_file(model(folder), data(folder), folder / "run", "lora", train=train) | {"adapt": {"lora": lora}}
+    long = {"data": {"too_long": "truncate"}, "train": train}
+    run = small.run_file(model(folder), data(folder), folder / "run", "lora", **long) | {"adapt": {"lora": lora}}
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(run), encoding="utf-8")
     return file
