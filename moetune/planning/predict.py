@@ -41,13 +41,16 @@ def predict(
     run = resolve(run, "cuda")
     if (card := gpu or run.config.hardware.gpu) is not None:
         run = settled(run, card, routing)
-    report = predict_memory(run, gpu=gpu, routing=routing, allocator=allocator)
+    predictor = Predictor(gpu, routing)
+    if allocator is None:
+        report = predictor.whole_of_resolved(run)
+    else:
+        report = predict_memory(run, gpu=gpu, routing=routing, allocator=allocator)
     if not advise or report.card_verdict in (None, "yes"):
         return report
     if run.config.parallel.ranks > 1:
         note = "another layout may fit: compare layouts with `moetune compare` (docs/guides/parallel.md)"
         return replace(report, notes=(*report.notes, note))
-    predictor = Predictor(gpu, routing)
     changes = tuple(one.change_of(report) for one in islice(fitting(run.config, report, predictor.of), 3))
     if changes:
         return replace(report, changes=changes)

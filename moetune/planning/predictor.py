@@ -65,7 +65,11 @@ class Predictor:
 
     def whole(self, config: RunConfig) -> MemoryReport:
         """Predict a whole report, whatever `end` says: for all routings that are possible, the allocator simulated."""
-        return self._kept(self.resolve(config), self.routing, simulated=True)
+        return self.whole_of_resolved(self.resolve(config))
+
+    def whole_of_resolved(self, run: ResolvedRun) -> MemoryReport:
+        """Predict as `whole` does, a run that is resolved already."""
+        return self._kept(run, self.routing, simulated=True)
 
     def _kept(self, run: ResolvedRun, routing: AssumedRouting, *, simulated: bool) -> MemoryReport:
         """Read the report of a run from disk; if it is not there, trace the run and write it."""

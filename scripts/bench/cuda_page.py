@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from _common import ROOT, write_table
@@ -31,8 +32,17 @@ def table(reports: list[dict[str, Any]]) -> Iterator[str]:
     by_device: dict[str, list[dict[str, Any]]] = {}
     for report in reports:
         by_device.setdefault(heading(report), []).append(report)
-    yield "| device | cases | allocated: measured | off by | reserved: off by | wrong verdicts | commits |"
-    yield "|---|---:|---:|---:|---:|---:|---|"
+    heads = (
+        "allocated: measured",
+        "off by",
+        "reserved: off by",
+        "in the range",
+        "its width",
+        "wrong verdicts",
+        "commits",
+    )
+    yield f"| device | cases | {' | '.join(heads)} |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---|"
     for title, of_device in sorted(by_device.items()):
         rows = [*{row["case"]: row for report in of_device for row in report["cases"]}.values()]
         ran = [row for row in rows if row.get("measured")]
@@ -40,7 +50,7 @@ def table(reports: list[dict[str, Any]]) -> Iterator[str]:
         commits = ", ".join(sorted({short(row.get("predicted_by", row["commit"])) for row in rows}))
         cells = (
             title, len(rows), f"{size(sizes[0], GiB)} to {size(sizes[-1], GiB)}", farthest("allocated", ran),
-            farthest("reserved", ran), sum(map(is_wrong, rows)), commits,
+            farthest("reserved", ran), *coverage(ran), sum(map(is_wrong, rows)), commits,
         )  # fmt: skip
         yield f"| {' | '.join(map(str, cells))} |"
     used = reports[0]["versions"].items()
@@ -52,6 +62,24 @@ def farthest(kind: str, rows: list[dict[str, Any]]) -> str:
     pairs = [(row["predicted"][kind], row["measured"][kind]) for row in rows]
     low, high = (end(pairs, key=lambda pair: pair[0] / pair[1]) for end in (min, max))
     return f"{off(*low)} to {off(*high)}"
+
+
+def coverage(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """How many runs needed between the low and the high end of what was predicted; the range's median width."""
+    ranges = [(row["predicted"], row["measured"]["allocated"]) for row in rows if "low" in row["predicted"]]
+    if not ranges:
+        return "–", "–"
+    inside = [
+        said["low"] <= max(allocated + said["process"] - said["reserved"], loading(said)) <= said["high"]
+        for said, allocated in ranges
+    ]
+    width = median(100 * (said["high"] - said["low"]) / said["process"] for said, _ in ranges)
+    return f"{sum(inside)} of {len(inside)}", f"{width:.1f} %"
+
+
+def loading(predicted: dict[str, int]) -> int:
+    """Bytes that loading takes where that is more than a step; it was not measured."""
+    return predicted["with_loading"] if predicted["with_loading"] > predicted["process"] else 0
 
 
 def short(commit: str | None) -> str:

@@ -23,6 +23,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -40,7 +41,7 @@ from moetune.errors import UserError
 from moetune.experts import context
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.measurement.measure import measure
-from moetune.models.catalog.gpus import find_gpu
+from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.planning.predict import predict
 from moetune.run.resolve import resolve
 
@@ -57,6 +58,12 @@ def with_rows(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
+def card_here(size: str) -> Gpu:
+    """A card of this size, whose cuBLAS is that of the device at hand: its workspaces differ between capabilities."""
+    card, here = find_gpu(size), find_gpu(torch.cuda.get_device_name())
+    return replace(card, capability=here.capability, cublas_workspace=here.cublas_workspace)
+
+
 def largest(config: RunConfig, card: str, *, with_room: bool = False, routing: str | None = None) -> int:
     """The most rows of a micro-batch that the prediction lets through: 0 if not even one, `MOST` if so many.
 
@@ -68,7 +75,7 @@ def largest(config: RunConfig, card: str, *, with_room: bool = False, routing: s
     def left(rows: int) -> int:
         """Bytes that the card has beyond what is required."""
         run = resolve(with_rows(config, rows), "cuda")
-        report = predict(run, gpu=card, routing=parse_routing(routing))
+        report = predict(run, gpu=card_here(card), routing=parse_routing(routing))
         assert report.headroom_bytes is not None
         return report.least_headroom if with_room else report.headroom_bytes
 
@@ -136,10 +143,16 @@ def cases(
             yield f"drawn {made}: {config.model.path}", config, card, rows + more
 
 
+def recorded(file: Path) -> Iterator[tuple[str, RunConfig, str, int]]:
+    """What `cases` gave when the file was written."""
+    for row in json.loads(file.read_text(encoding="utf-8"))["cases"]:
+        yield row["case"], RunConfig.model_validate(row["run"]), row["card"], row["rows"]
+
+
 def judge(name: str, config: RunConfig, card: str, rows: int, routing: str | None = None) -> dict[str, Any]:
     """Predicts a case, runs it in a process of its own, and compares."""
     config = with_rows(config, rows)
-    report = predict(resolve(config, "cuda"), gpu=card, routing=parse_routing(routing))
+    report = predict(resolve(config, "cuda"), gpu=card_here(card), routing=parse_routing(routing))
     command = [sys.executable, __file__, "--cards", card, "--run", config.model_dump_json()]
     command += [] if routing is None else ["--routing", routing]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -189,9 +202,14 @@ def run_here(config: RunConfig, card: str, routing: str | None = None) -> dict[s
     return {"ran": True, "measured": {"allocated": measured.peak_allocated, "reserved": measured.peak_reserved}}
 
 
+def took(row: dict[str, Any]) -> int:
+    """Bytes that a run needed which ran: allocated, and outside the allocator."""
+    return row["measured"]["allocated"] + row["outside"]
+
+
 def said(row: dict[str, Any]) -> str:
     """Whether the verdict came true."""
-    if row["ran"] and row["measured"]["allocated"] + row["outside"] < row["range"]["low"]:
+    if row["ran"] and took(row) < row["range"]["low"]:
         return "BELOW LOW"
     if row["ran"]:
         return "false no" if row["verdict"] == "no" else "ran"
@@ -215,8 +233,20 @@ def table(report: dict[str, Any]) -> Iterator[str]:
             ran = sum(row["ran"] for row in rows)
             shares = spread((100 * row["required"] / row["usable"] for row in rows), "{:.1f} %")
             yield f"| {verdict} | {len(rows)} | {ran} | {len(rows) - ran} | {shares} |"
+    yield from coverage(report["cases"])
     made = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"\nCommits {', '.join(sorted({str(row['commit'])[:12] for row in report['cases']}))}; {made}."
+
+
+def coverage(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield how many runs lie in their range, and how wide it is. One that ran out of memory needs more than the card
+    has: that lies in its range if the high end does not fit."""
+    ran = [row for row in rows if row["ran"]]
+    inside = [row["range"]["low"] <= took(row) <= row["range"]["high"] for row in ran]
+    beyond = [row["range"]["high"] > row["usable"] for row in rows if not row["ran"]]
+    width = spread((100 * (row["range"]["high"] - row["range"]["low"]) / row["required"] for row in rows), "{:.1f} %")
+    yield f"\nIn their range: {sum(inside)} of {len(inside)} that ran, {sum(beyond)} of {len(beyond)} that did not."
+    yield f"Width of the range, of what is required: {width}."
 
 
 def main() -> None:
@@ -227,6 +257,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="what is drawn from, comma-separated")
     parser.add_argument("--cards", default=",".join(CARDS), help="sizes, comma-separated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here, and its page beside it")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="the cases of this JSON, with as many rows as there")
     parser.add_argument("--routing", metavar="FILE", help="recorded loads of experts, as from moetune score")
     parser.add_argument("--run", help="run this one in this process: a run file as JSON")
     options = parser.parse_args()
@@ -248,7 +279,8 @@ def main() -> None:
 
     def results() -> Iterator[dict[str, Any]]:
         models = options.models.split(",")
-        for case in cases(options.recipes, options.drawn, cards, models, options.seed, options.routing):
+        some = cases(options.recipes, options.drawn, cards, models, options.seed, options.routing)
+        for case in some if options.again is None else recorded(options.again):
             report["cases"].append(judge(*case, options.routing))
             if options.json is not None:
                 write_json(report, options.json)

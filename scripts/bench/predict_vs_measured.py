@@ -2,6 +2,7 @@
 
     python scripts/bench/predict_vs_measured.py --json docs/benchmarks/predict_vs_measured.json
     python scripts/bench/predict_vs_measured.py --device cuda --cap 44GiB --json predict_vs_measured_cuda.json
+    python scripts/bench/predict_vs_measured.py --commands --json docs/benchmarks/predict_vs_measured_commands.json
 
 All weights and tokens are random. Both sides count the same: real steps, and steps on fake tensors.
 
@@ -17,6 +18,8 @@ what the allocator may reserve. `allocated` and `reserved` are torch's peaks, `p
 use on the card at the end; the card must be free of other processes. They are predicted by a trace with the fullest
 routing of the real steps. Whether a case fits is predicted with balanced routing, as before a run; one that was
 predicted to fit and ran out of memory makes the exit code 1.
+
+**Commands** and TRL's trainers run on the null device alone (command_peaks.py), each in a process of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from _common import LORA_16, ROOT, MiB, commit, cpu_name, versions, write_json
+from _common import LORA_16, ROOT, MiB, commit, cpu_name, versions, write_json, write_table
 
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
@@ -434,9 +437,11 @@ def claim(device: torch.device, cap: int | None) -> dict[str, Any]:
 
 
 def predicted_on_cuda(config: RunConfig, card: dict[str, Any], routing: AssumedRouting) -> dict[str, int]:
-    """Bytes on this card; `with_loading` is the most that the process takes, loading included."""
+    """Bytes on this card; `with_loading` is the most that the process takes, loading included, and from `low` to `high`
+    the range of it."""
     report = predict(resolve(config, "cuda"), gpu=catalog_name(card), routing=routing)
-    return {kind: getattr(report.fullest, f"peak_{kind}") for kind in BYTES} | {"with_loading": report.peak_process}
+    peaks = {kind: getattr(report.fullest, f"peak_{kind}") for kind in BYTES}
+    return peaks | {"with_loading": report.peak_process, "low": report.span.low, "high": report.span.high}
 
 
 def catalog_name(card: dict[str, Any]) -> str:
@@ -447,9 +452,9 @@ def catalog_name(card: dict[str, Any]) -> str:
         return f"{card['memory']}B"
 
 
-def in_own_process(name: str, cap: int | None) -> dict[str, Any]:
+def in_own_process(name: str, cap: int | None, *more: str) -> dict[str, Any]:
     """`run_on_cuda` in a new process: a peak of its own, and an error of its own, which becomes `failed`."""
-    command = [sys.executable, __file__, "--device", "cuda", "--case", name, "--json-line"]
+    command = [sys.executable, __file__, "--device", "cuda", "--case", name, "--json-line", *more]
     command += [] if cap is None else ["--cap", f"{cap}B"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.splitlines()
@@ -471,6 +476,53 @@ def verdict(row: dict[str, Any]) -> str:
 def is_wrong(row: dict[str, Any]) -> bool:
     """Whether a case makes the exit code 1: it broke, or it was said to fit and did not."""
     return "failed" in row or (row["fits"] and row["measured"] is None)
+
+
+# --- Commands and TRL's trainers ------------------------------------------------------------------------------
+
+
+def command_cases() -> dict[str, Callable[[Path], tuple[int, int]]]:
+    """What command_peaks.py compares; it needs TRL, which the other cases do not."""
+    import command_peaks
+
+    train = {"micro_batch": 2, "sequence_length": 1024, "accumulate": 2}
+    return command_peaks.cases(catalog_run("mixtral-8x7b", LORA_16, train=train))
+
+
+def run_command(name: str) -> dict[str, Any]:
+    """One command in this process."""
+    with tempfile.TemporaryDirectory() as folder, answering():
+        predicted, measured = command_cases()[name](Path(folder))
+    return {"case": name, "predicted": predicted, "measured": measured}
+
+
+def run_commands(names: Iterable[str]) -> dict[str, Any]:
+    """Runs each command in a process of its own; returns everything that the JSON holds."""
+    rows = []
+    for name in names:
+        rows.append(in_own_process(name, None, "--commands") | {"commit": commit()})
+        print(rows[-1], flush=True)
+    card = claim(torch.device("cuda", 0), None)["device"]
+    packages = versions("torch", "transformers", "trl", "bitsandbytes")
+    return {
+        "schema": 1,
+        "benchmark": "predict_vs_measured_commands",
+        "versions": packages,
+        "device": card,
+        "cases": rows,
+    }
+
+
+def commands_table(report: dict[str, Any]) -> Iterator[str]:
+    """Markdown: each command's bytes as predicted and measured."""
+    yield "| command | predicted | measured | off by |"
+    yield "|---|---:|---:|---:|"
+    for row in report["cases"]:
+        predicted, measured = row.get("predicted"), row.get("measured")
+        unit = GiB if (measured or 0) > 10 * GiB else MiB
+        yield f"| {row['case']} | {size(predicted, unit)} | {size(measured, unit)} | {off(predicted, measured)} |"
+    made = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    yield f"\nCommits {', '.join(sorted({str(row['commit'])[:12] for row in report['cases']}))}; {made}."
 
 
 # --- The report -----------------------------------------------------------------------------------------------
@@ -542,11 +594,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cap", metavar="SIZE", help="on CUDA: as if the card had this much, such as 44GiB")
     parser.add_argument("--predict-again", type=Path, metavar="FILE", help="of the null device: predict anew")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
+    parser.add_argument("--commands", action="store_true", help="on the null device: TRL's trainers, and commands")
     parser.add_argument("--case", help="on CUDA: run this one in this process")
     parser.add_argument("--json-line", action="store_true", help="with --case: print its numbers as one line of JSON")
     options = parser.parse_args()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    known = CUDA_CASES if options.device == "cuda" else CPU_CASES
+    known: dict[str, Any] = command_cases() if options.commands else CUDA_CASES
+    known = known if options.device == "cuda" else CPU_CASES
     named = options.cases.split(",") if options.cases else [options.case] if options.case else list(known)
     options.cases = [case for name in named for case in (PARTS.get(name, (name,)) if known is CUDA_CASES else (name,))]
     if unknown := [name for name in options.cases if name not in known]:
@@ -565,6 +619,15 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.predict_again is not None:
         predict_again(options.predict_again)
+        return
+    if options.commands and not options.json_line:
+        peaks = run_commands(options.cases)
+        if options.json is not None:
+            write_json(peaks, options.json)
+            write_table(commands_table(peaks), options.json.with_suffix(".md"))
+        return
+    if options.commands:
+        print(json.dumps(run_command(options.cases[0])))
         return
     if options.device == "cuda" and options.json_line:
         print(json.dumps(run_on_cuda(options.cases[0], options.cap)))

@@ -12,7 +12,7 @@ from moetune.planning.settle import settled
 from moetune.run.resolve import ResolvedRun, resolve
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
-from near_the_line import judge
+from near_the_line import card_here, judge
 from predict_vs_measured import catalog_run
 
 LORA = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
@@ -24,7 +24,7 @@ def chosen(model: str, gpu: str, train: dict[str, Any], **sections: Any) -> Reso
     sections = {"optimizer": {"name": "adamw8bit"}, "data": {"train": "unread", "packing": True}, **sections}
     adapt = {"lora": {**LORA["lora"], "targets": ["attention"]}} if model.startswith("llama") else LORA
     run = resolve(catalog_run(model, adapt, train=settings, **sections), "cuda")
-    return settled(run, gpu)
+    return settled(run, card_here(gpu))
 
 
 @pytest.mark.parametrize(

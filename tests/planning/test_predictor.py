@@ -10,6 +10,7 @@ from moetune.cache import cache_folder
 from moetune.config.schema import RunConfig
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.planning import predictor
+from moetune.planning.predict import predict as predict_run
 from moetune.planning.predictor import Predictor
 from moetune.run.resolve import ResolvedRun
 
@@ -40,6 +41,9 @@ def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: py
     quick = Predictor().of(run(64))  # without the allocator, on which no verdict depends
     assert quick != first
     assert (quick.span, quick.verdict, quick.fullest.parts) == (first.span, first.verdict, first.fullest.parts)
+    again = [predict_run(run(64)), len(traced), predict_run(run(64)), len(traced)]
+    assert again[:2] == again[2:]
+    assert predict_run(run(64), allocator="default") != again[0]
 
 
 def test_a_run_is_traced_again_once_a_kernel_has_failed(
