@@ -25,6 +25,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "modelopt": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
     "not known to anyone": {"quant_method": "not known to anyone"},
 }
+GROUP: dict[str, Any] = {
+    "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+}  # fmt: skip
+CT: dict[str, Any] = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"x": GROUP},
+}  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 
 def write(folder: Path, place: tuple[str, ...], settings: Any, model_type: str = "qwen3_vl_moe") -> str:
@@ -75,6 +82,72 @@ def test_other_keys_of_settings(place: tuple[str, ...], settings: Any, method: s
     assert find_model_source(write(tmp_path, place, settings)).quantization == SourceQuantization(method, is_read=False)
 
 
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        (CT | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config"),
+        (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        (CT | {"sparsity_config": {"format": "dense", "sparsity_structure": "2:4"}}, "sparsity_config"),
+        (CT | {"moe_sparsity_config": {"method": "novice"}}, "moe_sparsity_config"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
+        (GPTQ | {"rotation": "hadamard"}, "rotation"),
+        (GPTQ | {"quant_method": "auto-round", "rotation_config": {"hadamard_type": "random"}}, "rotation_config"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "x": {"rotate": True}}, "rotate"),
+        # gptqmodel's FP8: what it calls weight_scale_inv is the reciprocal of everyone else's
+        ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "weight_scale_semantics"),
+    ],
+)
+def test_weights_that_are_more_than_codes_and_scales_are_refused_by_the_setting(
+    settings: dict[str, Any], setting: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=rf"already quantized \({settings['quant_method']} with {setting}\)"):
+        count(write(tmp_path, PLACES[0], settings, "mixtral"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "base", "has_activations"),
+    [
+        (CT, "int4-g32", False),
+        (CT | {"sparsity_config": {"format": "dense", "sparsity_structure": "unstructured"}}, "int4-g32", False),
+        (CT | {"transform_config": {}, "kv_cache_scheme": {"num_bits": 8}}, "int4-g32", False),
+        (CT | {"config_groups": {"x": GROUP | {"input_activations": {"num_bits": 8}}}}, "int4-g32", True),
+        (
+            CT | {"format": "mixed-precision", "config_groups": {"x": GROUP | {"format": CT["format"]}}},
+            "int4-g32",
+            False,
+        ),
+        (GPTQ | {"pack_dtype": "int32", "rotation": None, "adapter": None}, "int4-g128", False),
+        (GPTQ | {"group_size": -1, "desc_act": True}, "int4-row", False),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "act_bits": 8}, "int4-g32", True),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8-tensor", True),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", True),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "nvfp4", False),
+    ],
+)
+def test_what_is_read(settings: dict[str, Any], base: str, has_activations: bool, tmp_path: Path) -> None:
+    published = find_model_source(write(tmp_path, PLACES[0], settings, "mixtral")).quantization
+    assert (published.base, published.has_activations) == (base, has_activations)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (CT | {"config_groups": [1]}, "config_groups"),
+        (CT | {"config_groups": {"W4A16": ["Linear"]}}, "config_groups"),
+        (CT | {"config_groups": {"x": GROUP | {"targets": "Linear"}}}, "config_groups.targets"),
+        (CT | {"config_groups": {"x": GROUP | {"targets": ["re:(("]}}}, "config_groups.targets"),
+        (GPTQ | {"dynamic": ["-:x"]}, "dynamic"),
+        (GPTQ | {"dynamic": {"-:((": {}}}, "dynamic"),
+        (GPTQ | {"quant_method": "auto-round", "extra_config": {"x": None}}, "extra_config"),
+        (GPTQ | {"quant_method": "auto-round", "extra_config": {"((*": {"bits": 16}}}, "extra_config"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_named(settings: dict[str, Any], key: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"quantization_config\.{key} .* is not valid"):
+        find_model_source(write(tmp_path, PLACES[0], settings, "mixtral"))
+
+
 def test_settings_that_differ_are_refused_by_both_names(tmp_path: Path) -> None:
     path = write(tmp_path, PLACES[1], SETTINGS["hqq"])
     assert find_model_source(path).quantization.method == "hqq"
@@ -96,6 +169,16 @@ def test_settings_in_a_file_of_their_own(name: str, method: str, tmp_path: Path)
     assert find_model_source(str(tmp_path)).quantization.method == method
 
 
+def test_settings_beside_a_configuration_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    home = "moetune.models.source."
+    monkeypatch.setattr(f"{home}AutoConfig.from_pretrained", lambda *_, **__: toy_config("mixtral"))
+    monkeypatch.setattr(f"{home}snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr(f"{home}hub_is_reachable", lambda: True)
+    published = find_model_source("someone/something").quantization
+    assert (published.method, published.is_read) == ("modelopt", False)
+
+
 def test_a_dequantized_copy_says_nothing_of_it(tmp_path: Path) -> None:
     write(tmp_path, PLACES[1], SETTINGS["hqq"])
     (tmp_path / "out").mkdir()
@@ -114,6 +197,7 @@ def test_a_dequantized_copy_says_nothing_of_it(tmp_path: Path) -> None:
         (r"model\.layers\.\d\.mlp", "model.layers.1.mlp.up_proj", True),
         (r"model\.layers\.\d\.mlp.gate", "model.layers.1.mlp.gate_proj", False),
         ("mlp.gate", "model.layers.1.mlp.gate", True),
+        ("expert_gate", "model.layers.1.mlp.shared_expert_gate", True),
         ("re:.*self_attn.*", "model.layers.1.self_attn.q_proj", True),
         (r"re:.*mlp\.(gate|up)_proj$", "model.layers.1.mlp.down_proj", False),
         ("*[", "model.layers.1.mlp", False),
