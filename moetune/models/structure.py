@@ -21,6 +21,7 @@ from moetune.models.moe import (
     expert_parameters,
     find_router,
     is_experts,
+    mark_experts,
     read_shape,
     read_top_k,
     unknown_experts,
@@ -141,6 +142,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         raise UserError(f"transformers cannot build {name!r} from its configuration: {why}") from error
     if auto is AutoModelForImageTextToText:
         drop_towers(model)
+    mark_experts(model)
     return model
 
 
@@ -155,8 +157,8 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
     found = unknown_experts(model)
     if found is not None:
         raise UserError(
-            f"model type {model_type!r} is not supported: its experts ({found}) are not among those that "
-            "transformers marks with use_experts_implementation, so they cannot be recognized"
+            f"model type {model_type!r} is not supported: its experts ({found}) are neither among those that "
+            "transformers marks with use_experts_implementation, nor do they compute the same"
         )
     moe_layers = _read_moe_layers(model)
     landmarks = Landmarks(model, _experts_and_routers(model, moe_layers))
