@@ -28,6 +28,9 @@ from moetune.models.moe import (
 )
 from moetune.models.text import auto_class, drop_towers, dropped
 
+_QUERY_RANK = "q_lora_rank"
+"""Field of configurations with latent attention: rank of the queries, None for full rank. Ling 3's type lacks it."""
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -129,6 +132,12 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """
     require_causal_lm(config)
     name = config.model_type
+    text = getattr(config, "text_config", config)
+    if getattr(text, _QUERY_RANK, None) and _QUERY_RANK not in type(text).__dataclass_fields__:
+        raise UserError(
+            f"model type {name!r}: config.json has {_QUERY_RANK} {text.q_lora_rank}, and transformers builds this "
+            "type's queries in full rank, which are not those of the checkpoint"
+        )
     config = copy.deepcopy(config)
     set_attention(config, "eager")  # config.json may name an implementation whose package is not installed here
     try:
