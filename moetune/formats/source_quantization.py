@@ -36,8 +36,11 @@ LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modul
 transformers', and an alias that it takes; ModelOpt's in a file of its own; Quark's."""
 _IN_16_BITS: Storage = "nf4"
 """Storage that `model.base: auto` stands for, unless the checkpoint's own format can be kept."""
-_CHANGES_WEIGHTS = re.compile("transform|rotat|hadamard|sparsity|adapter|scale_semantics|pack_dtype|is_marlin")
-"""Settings by which a weight is not what its code and its scale say, or codes are packed otherwise."""
+_CHANGES_WEIGHTS = re.compile(
+    "transform|rotat|hadamard|sparsity|adapter|scale_semantics|pack_dtype|is_marlin|moe_quant"
+)
+"""Settings by which a weight is not what its code and its scale say, codes are packed otherwise, or experts are in
+another format (MiniMax-M3.1's)."""
 _OF_ACTIVATIONS = ("activation_scheme", "activation_scale_ub", "input_activations", "quant_algo")
 """Settings of quantized activations: transformers', compressed-tensors' and ModelOpt's."""
 SAVE_AGAIN = (

@@ -182,6 +182,7 @@ UP = "model.layers.0.mlp.experts.1.up_proj"
             {f"{UP}.weight_scale": torch.ones(64, 4).bfloat16(), f"{UP}.weight_zero_point": torch.zeros(8, 4).int()},
             rf"{UP}.weight' .* do not fit together",
         ),
+        ("tensor", {f"{UP}.weight": torch.ones(2, 64, 64).to(torch.float8_e4m3fn)}, rf"{UP}.weight' .* a stack of mat"),
         ("nvfp4", {f"{UP}.weight_global_scale": torch.zeros(1)}, rf"{UP}.weight_global_scale holds a scale that is 0"),
     ],
 )

@@ -96,6 +96,7 @@ def test_other_keys_of_settings(place: tuple[str, ...], settings: Any, method: s
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "x": {"rotate": True}}, "rotate"),
         # gptqmodel's FP8: what it calls weight_scale_inv is the reciprocal of everyone else's
         ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "weight_scale_semantics"),
+        ({"quant_method": "mxfp8", "moe_quant_algo": "NVFP4"}, "moe_quant_algo"),
     ],
 )
 def test_weights_that_are_more_than_codes_and_scales_are_refused_by_the_setting(
