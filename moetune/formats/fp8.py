@@ -293,15 +293,17 @@ def _of_scheme(scheme: Scheme | None) -> Storage | None:
     is_fp8 = scheme is not None and scheme.format in ("float-quantized", "naive-quantized", "mxfp8-quantized")
     if scheme is None or not is_fp8 or scheme.kind[:2] != (8, "float"):
         return None
-    kinds: dict[tuple[Any, Any], Storage] = {
-        ("group", MX_BLOCK): "mxfp8", ("block", (FP8_BLOCK, FP8_BLOCK)): "fp8", ("tensor", None): "fp8-tensor",
-        ("channel", None): "fp8-row",
-    }  # fmt: skip
-    size = {
-        "group": scheme.weights.get("group_size"),
-        "block": _block({"weight_block_size": scheme.weights.get("block_structure")}),
-    }
-    return kinds.get((scheme.kind[2], size.get(scheme.kind[2])))
+    match scheme.kind[2], scheme.weights.get("group_size"), scheme.weights.get("block_structure"):
+        case "group", size, _ if size == MX_BLOCK:
+            return "mxfp8"
+        case "block", _, [*size] if size == [FP8_BLOCK, FP8_BLOCK]:
+            return "fp8"
+        case "tensor", *_:
+            return "fp8-tensor"
+        case "channel", *_:
+            return "fp8-row"
+        case _:
+            return None
 
 
 FORMATS_OF_FP8 = (

@@ -160,13 +160,14 @@ def _gptq(settings: Settings) -> _Kind | None:
     dynamic = objects(settings, "dynamic")
     if any(not rule.startswith("-:") for rule in dynamic):  # layers in other numbers of bits
         return None
-    blocks = settings.get("modules_in_block_to_quantize") or ()
-    only = [name for block in blocks for name in ([block] if isinstance(block, str) else block)]
+    key = "modules_in_block_to_quantize"
+    blocks = settings.get(key) or ()
+    blocks = blocks if isinstance(blocks, list | tuple) else [blocks]
+    only = [name for block in blocks for name in patterns(key, [block] if isinstance(block, str) else block)]
     skipped = [f"re:{rule.removeprefix('-:')}" for rule in dynamic]
     size = settings.get("group_size")
     is_ordered = bool(settings.get("desc_act")) and size not in (-1, None)
-    key = "modules_in_block_to_quantize"
-    return _name(size, is_ordered), patterns(key, only), patterns("dynamic", skipped)
+    return _name(size, is_ordered), tuple(only), patterns("dynamic", skipped)
 
 
 def _awq(settings: Settings) -> _Kind | None:

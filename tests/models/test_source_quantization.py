@@ -1,10 +1,14 @@
 """Whatever a configuration says of quantization, wherever it says it, is seen: a model is never counted as 16 bit."""
 
+import copy
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from moetune.adapt.count import count
@@ -12,6 +16,7 @@ from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
 from moetune.exporting.writers.merged import write_config
 from moetune.formats.source_quantization import SourceQuantization, left_out
+from moetune.formats.table import quantization_of
 from moetune.models.source import find_model_source
 from moetune.run.resolve import resolve_model
 from tests.toys import toy_config
@@ -139,6 +144,7 @@ def test_what_is_read(settings: dict[str, Any], base: str, has_activations: bool
         (CT | {"config_groups": {"x": GROUP | {"targets": "Linear"}}}, "config_groups.targets"),
         (CT | {"config_groups": {"x": GROUP | {"targets": ["re:(("]}}}, "config_groups.targets"),
         (GPTQ | {"dynamic": ["-:x"]}, "dynamic"),
+        (GPTQ | {"modules_in_block_to_quantize": 3}, "modules_in_block_to_quantize"),
         (GPTQ | {"dynamic": {"-:((": {}}}, "dynamic"),
         (GPTQ | {"quant_method": "auto-round", "extra_config": {"x": None}}, "extra_config"),
         (GPTQ | {"quant_method": "auto-round", "extra_config": {"((*": {"bits": 16}}}, "extra_config"),
@@ -147,6 +153,42 @@ def test_what_is_read(settings: dict[str, Any], base: str, has_activations: bool
 def test_settings_of_a_wrong_type_are_named(settings: dict[str, Any], key: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"quantization_config\.{key} .* is not valid"):
         find_model_source(write(tmp_path, PLACES[0], settings, "mixtral"))
+
+
+def places(settings: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each value in settings."""
+    keys = settings if isinstance(settings, dict) else range(len(settings)) if isinstance(settings, list) else ()
+    for key in keys:
+        yield (*before, key)
+        yield from places(settings[key], (*before, key))
+
+
+FLOAT = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CT | {"ignore": ["lm_head"], "sparsity_config": {"format": "dense"}},
+        CT | {"format": "float-quantized", "config_groups": {"x": GROUP | {"weights": FLOAT}}},
+        GPTQ | {"desc_act": True, "dynamic": {"-:x": {}}, "modules_in_block_to_quantize": [["x"]], "format": "gptq"},
+        GPTQ | {"quant_method": "awq", "version": "gemm", "modules_to_not_convert": ["x"]},
+        GPTQ | {"quant_method": "auto-round", "extra_config": {"x": {"bits": 16}}, "data_type": "int", "act_bits": 16},
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "modules_to_not_convert": ["x"]},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["x"]},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ],
+)
+def test_no_value_of_a_setting_ends_in_another_error(settings: dict[str, Any]) -> None:
+    for place in places(settings):
+        for value in (None, 3, 2.5, "x", "re:((", [], [3], [["a"]], [None], {}, {"a": 1}, {"a": {"b": []}}, True):
+            changed: Any = copy.deepcopy(settings)
+            section = changed
+            for key in place[:-1]:
+                section = section[key]
+            section[place[-1]] = value
+            with suppress(UserError):
+                quantization_of(PretrainedConfig(quantization_config=changed))
 
 
 def test_settings_that_differ_are_refused_by_both_names(tmp_path: Path) -> None:
