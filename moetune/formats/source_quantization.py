@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,10 @@ from moetune.json_files import read_json
 
 Settings = Mapping[str, Any]
 """The `quantization_config` of a checkpoint."""
-SETTINGS = ("quantization_config", "compression_config", "quantization", "quant_config", "quantize_config")
+SETTINGS = (
+    "quantization_config", "compression_config", "quantization", "quant_config", "quantize_config", "sparsity_config",
+    "aqlm", "quip_params",
+)  # fmt: skip
 """Keys of a configuration that say how its weights are quantized: transformers'; compressed-tensors' until 0.9; MLX's;
 others of programs' own."""
 SETTINGS_BESIDE = {
@@ -33,6 +36,13 @@ LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modul
 transformers', and an alias that it takes; ModelOpt's in a file of its own; Quark's."""
 _IN_16_BITS: Storage = "nf4"
 """Storage that `model.base: auto` stands for, unless the checkpoint's own format can be kept."""
+_CHANGES_WEIGHTS = re.compile(
+    "transform|rotat|hadamard|sparsity|adapter|scale_semantics|pack_dtype|is_marlin|moe_quant"
+)
+"""Settings by which a weight is not what its code and its scale say, codes are packed otherwise, or experts are in
+another format (MiniMax-M3.1's)."""
+_OF_ACTIVATIONS = ("activation_scheme", "activation_scale_ub", "input_activations", "quant_algo")
+"""Settings of quantized activations: transformers', compressed-tensors' and ModelOpt's."""
 SAVE_AGAIN = (
     "if save_pretrained wrote this from a model loaded with dequantize=True, save it again with "
     "save_original_format=False"
@@ -53,6 +63,8 @@ class SourceQuantization:
         only: patterns of the paths of the only modules that are published quantized; none for all.
         left_out: patterns of the paths of modules that are published in 16 bits, beside others that are quantized: with
             wildcards, or regular expressions after `re:`.
+        has_activations: whether it is published for activations that are quantized too, which those of training are
+            not.
     """
 
     method: str = ""
@@ -62,6 +74,7 @@ class SourceQuantization:
     is_read: bool = True
     only: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    has_activations: bool = False
 
     def settle(self, config: ModelConfig) -> ModelConfig:
         """Return the `model:` section with `base: auto` replaced by a storage, and `double_quant` by the checkpoint's.
@@ -97,7 +110,7 @@ def _names(pattern: str, path: str) -> bool:
     """
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), path) is not None
-    if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") or path.endswith(f".{pattern}"):
+    if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") or path.endswith(pattern):
         return True
     with suppress(re.error):
         return re.match(rf"(?:{pattern})(?:\.|$)", path) is not None
@@ -107,18 +120,86 @@ def _names(pattern: str, path: str) -> bool:
 def left_out(settings: Settings) -> tuple[str, ...]:
     """Return the patterns (`SourceQuantization.left_out`) under any key that programs have for them; raise `UserError`
     if they are no list of strings, or one is no regular expression after `re:`."""
-    patterns: list[str] = []
-    for key in LEFT_OUT:
-        names = settings.get(key) or ()
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            raise invalid(key, names, "give a list of names")
-        for name in names:
-            try:
-                re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-            except (re.error, OverflowError, RecursionError) as error:
-                raise invalid(key, name, str(error)) from None
-        patterns += names
-    return tuple(patterns)
+    return tuple(pattern for key in LEFT_OUT for pattern in patterns(key, settings.get(key)))
+
+
+def patterns(key: str, names: Any) -> tuple[str, ...]:
+    """Return the patterns of modules under a key of settings, none for None; raise `UserError` as `left_out`."""
+    if not isinstance(names, list | tuple | None) or not all(isinstance(name, str) for name in names or ()):
+        raise invalid(key, names, "give a list of names")
+    for name in names or ():
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise invalid(key, name, str(error)) from None
+    return tuple(names or ())
+
+
+def objects(settings: Settings, key: str) -> dict[str, Settings]:
+    """Return the object of objects under a key of settings, empty if there is none; raise `UserError` for all else."""
+    value = settings.get(key) or {}
+    if not isinstance(value, Mapping) or not all(isinstance(part, Mapping) for part in value.values()):
+        raise invalid(key, value, "give an object of objects")
+    return dict(value)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How compressed-tensors stores all weights that it quantized.
+
+    Attributes:
+        format: name of the layout.
+        kind: number of bits, `int` or `float`, and what shares a scale.
+        weights: all settings of weights.
+        only: patterns of the only modules that are quantized; none for all linear layers.
+    """
+
+    format: str
+    kind: tuple[Any, Any, Any]
+    weights: Settings
+    only: tuple[str, ...]
+
+
+def scheme_of(settings: Settings) -> Scheme | None:
+    """Return the scheme of compressed-tensors' settings; None if they have none, or several that differ.
+
+    Raises `UserError` if settings are of the wrong type.
+    """
+    schemes: list[Scheme] = []
+    for group in objects(settings, "config_groups").values():
+        if not isinstance(weights := group.get("weights"), Mapping):
+            raise invalid("config_groups", group, "give the settings of weights")
+        kind = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+        format = group.get("format") or settings.get("format")
+        schemes.append(Scheme(str(format), kind, weights, patterns("config_groups.targets", group.get("targets"))))
+    sizes = ("group_size", "block_structure", "actorder", "symmetric")
+    if not schemes or len({str((one.format, one.kind, *map(one.weights.get, sizes))) for one in schemes}) > 1:
+        return None
+    only = tuple(pattern for one in schemes for pattern in one.only)
+    return replace(schemes[0], only=() if "Linear" in only else only)
+
+
+def changes_weights(settings: Settings) -> str | None:
+    """Return the name of a setting, at whatever depth, by which weights are not what codes and scales say: a rotation,
+    left-out weights, scales that are reciprocals, words of other widths. None if there is none."""
+    for key, value in settings.items():
+        inner = value if isinstance(value, Mapping) else {}
+        if inner.get("format") == "dense" and inner.get("sparsity_structure") in (None, "unstructured", "0:0"):
+            continue
+        if _CHANGES_WEIGHTS.search(key) and value and value != "int32":
+            return key
+        if inside := changes_weights(inner):
+            return inside
+    return None
+
+
+def has_activations(settings: Settings) -> bool:
+    """Return whether settings say, at whatever depth, that activations are quantized."""
+    if settings.get("act_bits", 16) != 16 or any(
+        settings.get(key) and "A16" not in str(settings[key]) for key in _OF_ACTIVATIONS
+    ):
+        return True
+    return any(isinstance(value, Mapping) and has_activations(value) for value in settings.values())
 
 
 def sections_with_settings(config: Any) -> Iterator[dict[str, Any]]:
@@ -150,8 +231,10 @@ def settings_beside(folder: Path) -> dict[str, Any]:
     for name, method in SETTINGS_BESIDE.items():
         if (folder / name).is_file():
             own = read_json(folder / name, dict[str, Any])
-            settings: dict[str, Any] = {"quant_method": method} | own.get("quantization", own)
-            return settings
+            inner = own.get("quantization", own)
+            if not isinstance(inner, dict):
+                raise UserError(f"{str(folder / name)!r}: quantization {shown(inner)} is not valid: give an object")
+            return {"quant_method": method} | inner
     return {}
 
 

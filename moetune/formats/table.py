@@ -1,6 +1,7 @@
 """`FORMATS`: every format of frozen weights by name, a file of this room each; and which of them a checkpoint has."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -15,7 +16,13 @@ from moetune.formats.mxfp4 import Mxfp4
 from moetune.formats.nf4 import Nf4
 from moetune.formats.nvfp4 import Nvfp4
 from moetune.formats.plain import PLAIN
-from moetune.formats.source_quantization import SETTINGS, SourceQuantization, sections_with_settings
+from moetune.formats.source_quantization import (
+    SETTINGS,
+    SourceQuantization,
+    changes_weights,
+    has_activations,
+    sections_with_settings,
+)
 
 _FORMATS = (Nf4(), Int8(), *FORMATS_OF_FP8, Nvfp4(), Mxfp4(), *FORMATS_OF_INT4, *PLAIN)
 FORMATS: dict[Storage, Format] = {format.name: format for format in _FORMATS}
@@ -54,5 +61,8 @@ def _quantization(key: str, raw: Any) -> SourceQuantization:
     if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         method = "bitsandbytes"
     name = f"{key} without quant_method" if method is None else str(getattr(method, "value", method))
+    if (setting := changes_weights(settings)) is not None:
+        return SourceQuantization(f"{name} with {setting}", is_read=False)
     of_formats = (format.published(name, settings) for format in FORMATS.values())
-    return next(filter(None, of_formats), SourceQuantization(name, is_read=False))
+    how = next(filter(None, of_formats), SourceQuantization(name, is_read=False))
+    return replace(how, has_activations=has_activations(settings))

@@ -90,6 +90,8 @@ def predict_memory(
             f"every sequence has train.sequence_length = {config.train.sequence_length} tokens"
             + (", of two packed documents" if config.packs else ", some padded"),
             *_by_documents(run),
+            *["activations are not quantized, as the checkpoint's settings say for inference"]
+            * run.model.source.quantization.has_activations,
             *card.assumptions,
         ),
         "notes": tuple(

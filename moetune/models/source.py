@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.source_quantization import SourceQuantization, sections_with_settings, settings_beside
+from moetune.formats.source_quantization import (
+    SETTINGS_BESIDE,
+    SourceQuantization,
+    sections_with_settings,
+    settings_beside,
+)
 from moetune.formats.table import quantization_of
 from moetune.json_files import read_json
 from moetune.models.catalog import CatalogModel, find_model, model_names
@@ -182,6 +188,10 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of errors for an invalid config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
+    return _with_settings_beside(config, folder)
+
+
+def _with_settings_beside(config: PretrainedConfig, folder: Path) -> PretrainedConfig:
     if not any(sections_with_settings(config)) and (beside := settings_beside(folder)):
         config.quantization_config = beside
     return config
@@ -202,7 +212,8 @@ def _config_from_hub(path: str) -> PretrainedConfig:
     """Read a model's configuration from the local hub cache or the network; `UserError` if neither has a valid one."""
     reachable = hub_is_reachable()
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
+        beside = snapshot_download(path, allow_patterns=[*SETTINGS_BESIDE], local_files_only=not reachable)
     except Exception as error:  # no network, no such repository, no access, invalid config or remote code
         entries = map(find_model, model_names())
         hint = suggest(path, [entry.hub_id for entry in entries if entry is not None and entry.hub_id is not None])
@@ -211,6 +222,7 @@ def _config_from_hub(path: str) -> PretrainedConfig:
             f"model {path!r}: no such folder, and the hub did not give its configuration: {why}{hint} "
             f"{how_to_get(path)}"
         ) from None
+    return _with_settings_beside(config, Path(beside))
 
 
 def _one_line(error: Exception) -> str:

@@ -200,10 +200,7 @@ class CheckpointReader:
                 stored = self._stored[key]
                 if len(stored.shape) == 2 and not self._is_kept(stored, stored.shape):
                     kind = "in another layout" if isinstance(stored, Quantized) else stored.dtype
-                    yield (
-                        f"{key} is {kind} and others are {format.name}, from which config.json does not except it; set "
-                        "model.base: nf4 to quantize all anew"
-                    )
+                    yield f"{key} is {kind} and others are {format.name}; set model.base: nf4 to quantize all anew"
 
     def _misfits_apart(self, layer: MoeLayer, mapping: KeyMapping, expected: list[int]) -> Iterator[str]:
         name, count = mapping.parameter, layer.shape.num_experts
