@@ -244,8 +244,9 @@ def _fill(
                     module = model.get_submodule(path) if path else None
                     if isinstance(module, Linear4bit):
                         in_4bit.setdefault(path, {})[state.removeprefix(".")] = tensor
-                    elif isinstance(module, QuantizedLinear):  # in bf16: in files as it was, as all in 16 bits
-                        module.stack.quantize_(0, tensor)
+                    elif isinstance(module, QuantizedLinear):  # in bf16, of which files have the checkpoint's values
+                        target.put_linear(path, tensor.to(target.device))
+                        unread.discard(f"{path}.stack.data")
                     else:
                         target.put(name, tensor)
             done += file.stat().st_size
