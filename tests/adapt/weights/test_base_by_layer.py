@@ -21,7 +21,11 @@ from tests.reference import next_token_loss, run_config, small_linears_are_quant
 from tests.resolved import build, write_quantized_base
 from tests.toys import toy_model
 
-BASE: dict[str, Any] = {"default": "nf4", "parts": {"attention": "int8"}, "layers": {"1": "fp32", 2: {"experts": "int8"}}}
+BASE: dict[str, Any] = {
+    "default": "nf4",
+    "parts": {"attention": "int8"},
+    "layers": {"1": "fp32", 2: {"experts": "int8"}},
+}
 STORED = {
     0: {"experts": "nf4", "attention": "int8", "dense_mlp": "nf4", "shared_experts": "nf4"},
     1: {"experts": "fp32", "attention": "fp32", "dense_mlp": "fp32", "shared_experts": "fp32"},
@@ -62,6 +66,7 @@ def loss_of(model: Any) -> float:
     return next_token_loss(model.eval()(input_ids=ids, use_cache=False).logits, ids).item()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v2", "gemma4_text"])
 def test_the_loss_is_that_of_a_model_rounded_by_hand(model_type: str, tmp_path: Path) -> None:
     write_loud(tmp_path, model_type)
@@ -77,14 +82,18 @@ def test_the_loss_is_that_of_a_model_rounded_by_hand(model_type: str, tmp_path: 
         adapted = build(run_config(tmp_path, ALSO, model={"weights": "pretrained", "base": BASE}), "cpu")
     assert loss_of(adapted.model) == pytest.approx(loss_of(by_hand), rel=1e-6)
     assert abs(loss_of(by_hand) / plain - 1) > 3e-4
-    assert touched == {
-        "mixtral": {"experts", "attention"},
-        "qwen3_moe": {"experts", "attention"},
-        "deepseek_v2": set(NAMES),  # layer 0 is dense
-        "gemma4_text": {"experts", "attention", "dense_mlp"},
-    }[model_type]
+    assert (
+        touched
+        == {
+            "mixtral": {"experts", "attention"},
+            "qwen3_moe": {"experts", "attention"},
+            "deepseek_v2": set(NAMES),  # layer 0 is dense
+            "gemma4_text": {"experts", "attention", "dense_mlp"},
+        }[model_type]
+    )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_on_disk_it_is_the_same(dtype: str, tmp_path: Path) -> None:
     """And `base: auto` reads it as it is."""
@@ -123,7 +132,10 @@ def test_of_a_published_format_some_is_kept_and_some_is_quantized_anew(tmp_path:
     ("base", "problem"),
     [
         ({"layers": {"2-5": "bf16"}}, r"model\.base\.layers: there is no layer 4; the model has 0 to 3"),
-        ({"parts": {"shared_experts": "bf16"}}, r"model\.base\.parts: there are no shared_experts; there are .*experts"),
+        (
+            {"parts": {"shared_experts": "bf16"}},
+            r"model\.base\.parts: there are no shared_experts; there are .*experts",
+        ),
         ({"layers": {1: {"dense_mlp": "bf16"}}}, r"model\.base\.layers\.1: there are no dense_mlp; there are"),
         ({"parts": {"attention": "mxfp4"}}, r"model\.base\.parts\.attention: mxfp4 is a format of experts alone"),
         ({"layers": {0: "fp32"}}, r"model\.base: fp32 needs model\.dtype: fp32, not bf16"),
@@ -137,6 +149,8 @@ def test_what_does_not_fit_the_model_is_refused(base: dict[str, Any], problem: s
 
 def test_a_report_says_it(tmp_path: Path) -> None:
     write(tmp_path, "mixtral")
-    config = run_config(tmp_path, LORA, model={"base": {"layers": {"0-1": {"experts": "bf16"}, 3: "bf16"}}, "dtype": "bf16"})
+    config = run_config(
+        tmp_path, LORA, model={"base": {"layers": {"0-1": {"experts": "bf16"}, 3: "bf16"}}, "dtype": "bf16"}
+    )
     said = dict(about(resolve(config, "cuda"), (8, 9)))["base"]
     assert said == "nf4, double-quantized; bf16 (layers 0-1, experts); bf16 (layer 3)"
