@@ -103,7 +103,8 @@ def measure(
     """
     device, console = this_device(), console or terminal(stderr=True)
     found = find_in_16_bits(model, device)
-    assert (run := found.run) is not None
+    run = found.run
+    assert run is not None
     rows = some_of(data, rows_of(found, data, sequence_length, format)[0], run.config, tokens).rows
     try:
         _refuse_unfit(found, rows)

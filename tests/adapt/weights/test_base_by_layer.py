@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from moetune.models.source_quantization import read_quantized_manifest
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
 from moetune.memory.about import about
-from moetune.models.source_quantization import read_quantized_manifest
 from moetune.run.resolve import resolve
 from tests.adapt.weights.test_published import write
 from tests.adapt.weights.test_quantized_base import LORA, states
