@@ -182,7 +182,7 @@ def _refuse_unfit(found: Opened, rows: datasets.Dataset) -> None:
     """Raise `DoesNotFit` if this machine cannot hold a model while it is evaluated on the rows."""
     lengths = lengths_of(rows)
     rough = surely_below(found.resolved.structure, ROWS * max(lengths, default=0))
-    refuse_unfit("measuring", rough, lambda here: predict_eval(found, lengths, gpu=here))
+    refuse_unfit("measuring", rough, lambda here: predict_eval(found, lengths, gpu=here), "moetune eval --predict")
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from moetune.compat.transformers import has_sinks, supports_attention
+from moetune.config.fields import ranges
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.config.schema import BASE_PARTS, BaseConfig, KeptConfig, ModelConfig, OptimizerConfig, RunConfig
 from moetune.errors import UserError, counted
@@ -91,11 +92,10 @@ def unmatched_base(model: ResolvedModelConfig, structure: ModelStructure) -> Ite
         if one.layer is not None and one.component in BASE_PARTS and one.component not in parts[one.layer]:
             parts[one.layer].append(one.component)
     named = [("parts", [*chain(*parts.values())], base.parts)]
-    for layer, stored in base.layers.items():
-        if layer not in parts:
-            yield f"model.base.layers: there is no layer {layer}; the model has 0 to {structure.num_layers - 1}"
-        elif isinstance(stored, dict):
-            named.append((f"layers.{layer}", parts[layer], stored))
+    if unknown := base.layers.keys() - parts.keys():
+        yield f"model.base.layers: {ranges(unknown)}, and the model has the layers 0-{structure.num_layers - 1}"
+    inside = {layer: of for layer, of in base.layers.items() if layer in parts and isinstance(of, dict)}
+    named += [(f"layers.{layer}", parts[layer], of) for layer, of in inside.items()]
     for where, there, of_parts in named:
         for part, storage in of_parts.items():
             if part not in there:

@@ -121,7 +121,7 @@ def test_what_a_budget_leaves() -> None:
         ("--measure {} --budget 1", "--budget '1' is no size above zero"),
         ("--measure {} --base {{default:nf4}}", "--measure rounds to one format; give its name"),
         ("--measure gone.jsonl", "no such file: 'gone.jsonl'"),
-        ("--out x --base {{layers:{{7:bf16}}}}", "there is no layer 7; the model has 0 to 3"),
+        ("--out x --base {{layers:{{7:bf16}}}}", "model.base.layers: 7, and the model has the layers 0-3"),
         ("--out x --base {{layers:{{0:bf17}}}}", "model.base.layers.0: 'bf17' is not valid"),
     ],
 )

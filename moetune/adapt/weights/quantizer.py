@@ -44,13 +44,7 @@ class MoetuneConfig(QuantizationConfigMixin):
         pydantic.ValidationError: an argument has a value that the run file does not allow.
     """
 
-    def __init__(
-        self,
-        base: str | dict[str, Any] = "nf4",
-        double_quant: bool = True,
-        experts_on: str = "gpu",
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, base: Any = "nf4", double_quant: bool = True, experts_on: str = "gpu", **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
         how = {"base": base, "double_quant": double_quant, "experts_on": experts_on, "attention": "eager"}
         self.model = ResolvedModelConfig.model_validate({"path": "unread", "dtype": "fp32", **how})

@@ -1,6 +1,6 @@
 """`model:` of a run file, and the formats in which frozen weights are stored."""
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BeforeValidator, Field, Tag, ValidationError, field_serializer
 
@@ -74,7 +74,7 @@ class BaseConfig(Section):
         return "; ".join([self.default, *(f"{storage} ({where})" for where, storage in self.named().items())])
 
 
-Base = Annotated[
+_Base = Annotated[
     Annotated[Literal["auto", Storage], Tag("word")] | Annotated[BaseConfig, Tag("by layer")], WORD_OR_SECTION
 ]
 
@@ -84,12 +84,13 @@ def storage_in(base: Any, part: str, layer: int | None) -> Storage:
 
     `layer` is None for what is outside of the layers.
     """
+    storage: Any = base
     if isinstance(base, BaseConfig):
-        of_layer = base.layers.get(-1 if layer is None else layer, {})
-        named: Any = of_layer if isinstance(of_layer, str) else of_layer.get(part)  # type: ignore[call-overload]
-        base = named or base.parts.get(part, base.default)  # type: ignore[call-overload]
-    storage: Storage = base
-    return storage
+        by_layer, by_part = dict[Any, Any](base.layers), dict[Any, Any](base.parts)
+        storage = by_layer.get(layer, {})
+        if not isinstance(storage, str):
+            storage = storage.get(part) or by_part.get(part, base.default)
+    return cast(Storage, storage)
 
 
 class ModelConfig(Section):
@@ -109,7 +110,7 @@ class ModelConfig(Section):
 
     path: FilePath
     weights: Literal["pretrained", "random"] = "pretrained"
-    base: Base = "auto"
+    base: _Base = "auto"
     double_quant: bool = True
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from moetune.models.source_quantization import read_quantized_manifest
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
 from moetune.memory.about import about
+from moetune.models.quantized_manifest import read_quantized_manifest
 from moetune.run.resolve import resolve
 from tests.adapt.weights.test_published import write
 from tests.adapt.weights.test_quantized_base import LORA, states
@@ -131,7 +131,7 @@ def test_of_a_published_format_some_is_kept_and_some_is_quantized_anew(tmp_path:
 @pytest.mark.parametrize(
     ("base", "problem"),
     [
-        ({"layers": {"2-5": "bf16"}}, r"model\.base\.layers: there is no layer 4; the model has 0 to 3"),
+        ({"layers": {"2-5": "bf16"}}, r"model\.base\.layers: 4-5, and the model has the layers 0-3"),
         (
             {"parts": {"shared_experts": "bf16"}},
             r"model\.base\.parts: there are no shared_experts; there are .*experts",
