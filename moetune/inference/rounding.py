@@ -136,11 +136,9 @@ def measure(
     places = {(one.layer, one.part) for one in left}
     base_loss = rounded_loss(matrices.keys() - places)
     loss = rounded_loss(places) if places else base_loss
-    of = (found.name, storage, data, plain.records, plain.tokens, plain.loss, loss, tuple(parts))
-    if budget is None:
-        return Rounding(*of)
-    base = base_of(left, parts, storage).model_dump(mode="json", exclude_defaults=True) if left else storage
-    return Rounding(*of, base, sum(one.bytes for one in left), base_loss)
+    proposed = base_of(left, parts, storage), sum(one.bytes for one in left), base_loss
+    of = found.name, storage, data, plain.records, plain.tokens, plain.loss, loss, tuple(parts)
+    return Rounding(*of, *(() if budget is None else proposed))
 
 
 def left_in_16_bits(parts: Iterable[PartCost], budget: int) -> list[PartCost]:
@@ -156,12 +154,13 @@ def left_in_16_bits(parts: Iterable[PartCost], budget: int) -> list[PartCost]:
     return left
 
 
-def base_of(left: Sequence[PartCost], parts: Sequence[PartCost], storage: QuantizedDtype) -> BaseConfig:
-    """Return the section `model.base` with which of `parts` those in `left` are in bf16, all others in `storage`."""
+def base_of(left: Sequence[PartCost], parts: Sequence[PartCost], storage: QuantizedDtype) -> Any:
+    """Return the value of `model.base` with which of `parts` those in `left` are in bf16, all others in `storage`."""
     kept = {one.layer: {other.part: "bf16" for other in left if other.layer == one.layer} for one in left}
     counts = Counter(one.layer for one in parts)
     layers = {layer: "bf16" if len(of) == counts[layer] else of for layer, of in sorted(kept.items())}
-    return BaseConfig.model_validate({"default": storage, "layers": layers})
+    base = BaseConfig.model_validate({"default": storage, "layers": layers})
+    return base.model_dump(mode="json", exclude_defaults=True) if left else storage
 
 
 def _matrices(run: ResolvedRun, model: nn.Module, storage: QuantizedDtype) -> dict[Place, list[Tensor]]:

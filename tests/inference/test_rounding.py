@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from moetune.cli.main import app
+from moetune.cli.quantize import _shown
 from moetune.inference.evaluate import evaluate
 from moetune.inference.rounding import PartCost, base_of, left_in_16_bits, measure
 from moetune.models.catalog import find_model
@@ -78,8 +80,8 @@ def test_the_planted_layer_is_found_and_left_in_16_bits(model: Path, data: Path,
     assert (worst.layer, worst.part) == (0, "experts")
     assert worst.cost > 20 * max(one.cost for one in free.parts if one is not worst)
     assert (free.base, free.base_loss) == (None, None)
-    command = ["quantize", str(model), "--measure", str(data), "--budget", f"{worst.bytes}B"]
-    ended = CliRunner().invoke(app, [*command, "--json"])
+    options = ("--measure", str(data), "--budget", f"{worst.bytes}B", "--json")
+    ended = CliRunner().invoke(app, ["quantize", str(model), *options])
     assert ended.exit_code == 0, ended.output
     answer = json.loads(ended.stdout)
     assert answer["base"] == {"default": "nf4", "layers": {"0": {"experts": "bf16"}}}
@@ -93,8 +95,8 @@ def test_the_planted_layer_is_found_and_left_in_16_bits(model: Path, data: Path,
         assert evaluate(str(folder), str(data)).loss == pytest.approx(loss, abs=2e-6)
     sizes = [sum(file.stat().st_size for file in folder.glob("*experts.safetensors")) for folder in written]
     assert sizes[0] - sizes[1] == pytest.approx(worst.bytes, abs=1024)  # names in the headers of the files
-    text = CliRunner().invoke(app, command).stdout
-    assert yaml.safe_load(text[text.index("model:") :]) == {"model": {"base": answer["base"]}}
+    text = str(_shown(replace(free, **{key: answer[key] for key in ("base", "base_bytes", "base_loss")}))[-1])
+    assert yaml.safe_load(text) == {"model": {"base": answer["base"]}}
 
 
 def test_what_a_budget_leaves() -> None:
@@ -103,14 +105,13 @@ def test_what_a_budget_leaves() -> None:
         *(PartCost(1, "experts", 0.2, 100), PartCost(1, "attention", -0.1, 10), PartCost(2, "experts", 0.0, 1)),
     ]
 
-    def base(budget: int) -> dict[str, Any]:
-        found: dict[str, Any] = base_of(left_in_16_bits(parts, budget), parts, "nf4").model_dump(mode="json")["layers"]
-        return found
+    def base(budget: int) -> Any:
+        return base_of(left_in_16_bits(parts, budget), parts, "nf4")
 
-    assert base(9) == {}
-    assert base(109) == {"0": {"attention": "bf16"}}  # most nats a byte, though the experts cost more
-    assert base(110) == {"0": "bf16"}
-    assert base(1000) == {"0": "bf16", "1": {"experts": "bf16"}}
+    assert base(9) == "nf4"
+    assert base(109)["layers"] == {"0": {"attention": "bf16"}}  # most nats a byte, though the experts cost more
+    assert base(110)["layers"] == {"0": "bf16"}
+    assert base(1000) == {"default": "nf4", "layers": {"0": "bf16", "1": {"experts": "bf16"}}}
 
 
 @pytest.mark.parametrize(
