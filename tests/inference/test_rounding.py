@@ -14,9 +14,12 @@ from typer.testing import CliRunner
 
 from moetune.cli.main import app
 from moetune.cli.quantize import _shown
-from moetune.inference.evaluate import evaluate
-from moetune.inference.rounding import PartCost, base_of, left_in_16_bits, measure
+from moetune.experts.bank import ExpertBank
+from moetune.inference.evaluate import evaluate, mean_loss, rows_of
+from moetune.inference.opened import find_in_16_bits
+from moetune.inference.rounding import PartCost, _matrices, _round_, base_of, left_in_16_bits, measure
 from moetune.models.catalog import find_model
+from moetune.training.data.load import pad_token_id
 from tests import small
 from tests.adapt.weights.test_base_by_layer import rounded
 from tests.resolved import write_quantized_base
@@ -35,6 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert entry.folder is not None
     folder = shutil.copytree(entry.folder, tmp_path_factory.mktemp("models") / "planted")
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    plain.model.layers, plain.config.num_hidden_layers = plain.model.layers[:2], 2
     with torch.no_grad():
         layer = plain.model.layers[0]
         layer.post_attention_layernorm.weight[::64] = 0
@@ -65,7 +69,7 @@ def test_each_cost_is_that_of_a_model_rounded_by_hand(storage: Any, model: Path,
     plain = evaluate(str(model), str(data))
     assert (found.loss, found.records, found.tokens) == (pytest.approx(plain.loss), plain.records, plain.tokens)
     parts = ("experts",) if storage == "mxfp4" else ("attention", "experts")
-    assert [(one.layer, one.part) for one in found.parts] == [(layer, part) for layer in range(4) for part in parts]
+    assert [(one.layer, one.part) for one in found.parts] == [(layer, part) for layer in range(2) for part in parts]
     for one in found.parts[: len(parts)]:
         folder = tmp_path / f"{one.layer}-{one.part}"
         folder.mkdir()
@@ -99,6 +103,20 @@ def test_the_planted_layer_is_found_and_left_in_16_bits(model: Path, data: Path,
     assert yaml.safe_load(text) == {"model": {"base": answer["base"]}}
 
 
+def test_experts_on_the_host_are_rounded_there(model: Path, data: Path) -> None:
+    """Where a GPU does not hold the model in 16 bits."""
+    found = find_in_16_bits(str(model), "cpu", on_host=True)
+    assert found.run is not None
+    rows, _ = rows_of(found, str(data))
+    for stacks in _matrices(found.run, found.model, "nf4").values():
+        for stack in stacks:
+            _round_(stack, "nf4", True, torch.device("cpu"))
+    bank = next(module for module in found.model.modules() if isinstance(module, ExpertBank))
+    assert bank.gate_up.on_host
+    loss, _ = mean_loss(found.model, rows, pad_token_id(found.tokenizer))
+    assert loss == pytest.approx(measure(str(model), str(data)).rounded_loss, abs=2e-6)
+
+
 def test_what_a_budget_leaves() -> None:
     parts = [
         *(PartCost(0, "experts", 0.9, 100), PartCost(0, "attention", 0.1, 10)),
@@ -122,7 +140,7 @@ def test_what_a_budget_leaves() -> None:
         ("--measure {} --budget 1", "--budget '1' is no size above zero"),
         ("--measure {} --base {{default:nf4}}", "--measure rounds to one format; give its name"),
         ("--measure gone.jsonl", "no such file: 'gone.jsonl'"),
-        ("--out x --base {{layers:{{7:bf16}}}}", "model.base.layers: 7, and the model has the layers 0-3"),
+        ("--out x --base {{layers:{{7:bf16}}}}", "model.base.layers: 7, and the model has the layers 0-1"),
         ("--out x --base {{layers:{{0:bf17}}}}", "model.base.layers.0: 'bf17' is not valid"),
     ],
 )
