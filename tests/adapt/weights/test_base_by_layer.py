@@ -126,6 +126,12 @@ def test_of_a_published_format_some_is_kept_and_some_is_quantized_anew(tmp_path:
     linears = adapted.run.quantized_linears
     assert {path.split(".")[2] for path in linears if path.endswith("o_proj")} == {"0", "1"}
     assert {storage for path, storage in linears.items() if ".2." in path} == {"fp8"}
+    base = {"layers": {"0": "bf16", "1": "nf4"}}
+    with small_linears_are_quantized():
+        write_quantized_base(str(folder), tmp_path / "packed", base, True)
+    found, expected = (states(where, base=base, dtype="bf16") for where in (tmp_path / "packed", folder))
+    assert found.keys() == expected.keys()
+    assert all(found[key].equal(tensor) for key, tensor in expected.items())
 
 
 @pytest.mark.parametrize(
