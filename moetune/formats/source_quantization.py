@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from moetune.config.schema import ModelConfig, Storage
+from moetune.config.resolved import ResolvedBase, ResolvedBaseConfig, resolved
+from moetune.config.schema import BaseConfig, ModelConfig, Storage
 from moetune.errors import UserError, shown
 from moetune.json_files import read_json
 
@@ -56,7 +57,8 @@ class SourceQuantization:
 
     Attributes:
         method: transformers' name of the quantization method, `moetune` for a quantized base, or empty for 16 bits.
-        base: the value of `model.base` that keeps the published format; None if no value does.
+        base: the value of `model.base` that keeps the published format; None if no value does. It is a section for
+            some quantized bases.
         double_quant: whether NF4 scales are stored in 8 bits; meaningful only if `base` is nf4.
         gate_up_apart: whether an expert's gate and up projections are quantized separately.
         is_read: whether moetune can read this format.
@@ -65,38 +67,42 @@ class SourceQuantization:
             wildcards, or regular expressions after `re:`.
         has_activations: whether it is published for activations that are quantized too, which those of training are
             not.
+        among: the format in which the others are published; None for `base`.
     """
 
     method: str = ""
-    base: Storage | None = None
+    base: ResolvedBase | None = None
     double_quant: bool = True
     gate_up_apart: bool = False
     is_read: bool = True
     only: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     has_activations: bool = False
+    among: Storage | None = None
 
     def settle(self, config: ModelConfig) -> ModelConfig:
         """Return the `model:` section with `base: auto` replaced by a storage, and `double_quant` by the checkpoint's.
 
-        A section with another `base`, and a `double_quant` that the user set, stay as they are.
+        Another `base`, and a `double_quant` that the user set, stay as they are.
         """
-        if config.base != "auto":
-            return config
-        given = "double_quant" in config.model_fields_set  # run/validation.py refuses a contradiction
-        scales = config.double_quant if given or self.base is None else self.double_quant
-        return config.model_copy(update={"base": self.base or _IN_16_BITS, "double_quant": scales})
+        own, scales, is_auto = self.base or _IN_16_BITS, config.double_quant, config.default_base == "auto"
+        base: Any = own if config.base == "auto" else config.base
+        if isinstance(config.base, BaseConfig):
+            default = getattr(own, "default", own) if is_auto else config.base.default
+            base = resolved(ResolvedBaseConfig, config.base, default=default)
+        if is_auto and self.base is not None and "double_quant" not in config.model_fields_set:
+            scales = self.double_quant  # run/validation.py refuses a contradiction to one that is set
+        return config.model_copy(update={"base": base, "double_quant": scales})
 
     def keeps_gate_up_apart(self, config: ModelConfig) -> bool:
         """Return whether experts keep, with the `model:` section `config`, a published format in which gate and up are
         quantized separately."""
-        alike = config.double_quant == self.double_quant or config.base != "nf4"
-        return self.gate_up_apart and config.base == self.base and alike
+        alike = config.double_quant == self.double_quant or "nf4" not in config.storages
+        return self.gate_up_apart and alike and (isinstance(self.base, BaseConfig) or self.base in config.storages)
 
-    def leaves_out(self, path: str, config: ModelConfig) -> bool:
-        """Return whether the `model:` section `config` keeps the published format, in which the module at `path` is in
-        16 bits."""
-        if config.base != self.base:
+    def leaves_out(self, path: str, storage: Storage) -> bool:
+        """Return whether a `storage` of the module at `path` keeps the published format, in which it is in 16 bits."""
+        if storage != (self.among or self.base):
             return False
         is_in = not self.only or any(_names(pattern, path) for pattern in self.only)
         return not is_in or any(_names(pattern, path) for pattern in self.left_out)

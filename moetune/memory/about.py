@@ -3,13 +3,15 @@
 import sys
 from collections.abc import Iterator
 from datetime import date
+from typing import cast
 
 from moetune.adapt.attention import Capability, attention_in_words
+from moetune.config.fields import ranges
 from moetune.config.lora_rank import ranks_as_text
-from moetune.config.schema import KeptConfig, OptimizerConfig
+from moetune.config.resolved import ResolvedModelConfig
+from moetune.config.schema import KeptConfig, OptimizerConfig, Storage
 from moetune.errors import counted
 from moetune.formats.table import format_of
-from moetune.models.selection import ranges
 from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
 from moetune.run.stages import bubble, in_flight, stages_a_rank
@@ -21,7 +23,7 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
     """Return (label, text) pairs that describe a run, in the order in which a report prints them. `capability` is the
     CUDA compute capability of its GPU; None for a CPU."""
     config, train = run.config, run.config.train
-    base = format_of(config.model.base, config.model.double_quant).label
+    base = base_in_words(config.model)
     batches = "1 micro-batch" if train.accumulate == 1 else f"{train.accumulate:,} micro-batches"
     step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {batches} a step"
     sizes = {axis: getattr(config.parallel, axis) for axis in ("pp", "replicate", "fsdp", "ep", "tp")}
@@ -37,6 +39,12 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
         *([("stages", stages(run))] if config.parallel.pp > 1 else []),
         ("moetune", version()),
     )
+
+
+def base_in_words(model: ResolvedModelConfig) -> str:
+    """Format `model.base`, such as `nf4, double-quantized; bf16 (layer 0, experts)`."""
+    label = format_of(cast(Storage, model.default_base), model.double_quant).label
+    return str(model.base).replace(model.default_base, label, 1)
 
 
 def version() -> str:

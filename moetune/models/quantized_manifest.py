@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator
 
+from moetune.config.resolved import ResolvedBaseConfig
 from moetune.config.schema import QuantizedDtype
 from moetune.files import check_path
 from moetune.formats.source_quantization import SourceQuantization
@@ -37,7 +38,7 @@ class QuantizedManifest:
     """The manifest `packed.json` of a quantized base, a checkpoint that `moetune quantize` quantized.
 
     Attributes:
-        base: the value of `model.base` that the weights are stored in.
+        base: the value of `model.base` that the weights are stored in, a section where there are several.
         double_quant: whether NF4 scales are stored in 8 bits; meaningful only if `base` is nf4.
         gate_up_apart: whether an expert's gate and up projections are quantized separately.
         source: folder of the original checkpoint.
@@ -45,7 +46,7 @@ class QuantizedManifest:
         files: name of each safetensors file of the quantized base -> its size and digest.
     """
 
-    base: QuantizedDtype
+    base: QuantizedDtype | ResolvedBaseConfig
     double_quant: bool
     source: Annotated[Path, BeforeValidator(lambda text: str(check_path(text)) if isinstance(text, str) else text)]
     fingerprint: Fingerprint

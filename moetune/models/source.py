@@ -153,8 +153,8 @@ def _of(name: str, config: PretrainedConfig, folder: str | None) -> ModelSource:
     if getattr(config, "dtype", None) not in _DTYPES:  # such as int8: no model is built or quantized in it
         config.dtype = None
     if manifest is not None:  # its config.json is the original's
-        only, left_out = (how.only, how.left_out) if how.base == manifest.base else ((), ())
-        how = replace(manifest.quantization, only=only, left_out=left_out)
+        among = how.base if isinstance(how.base, str) else None
+        how = replace(manifest.quantization, only=how.only, left_out=how.left_out, among=among)
     return ModelSource(name, config, folder, how, manifest)
 
 

@@ -11,12 +11,12 @@ from itertools import groupby
 from typing import Any
 
 from moetune.adapt.documents import layers_with_state
+from moetune.config.fields import ranges
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted, one_line
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
-from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
 from moetune.planning.candidate import Candidate, NextLarger
 from moetune.planning.fit import headroom, last_that_fits, surely_left

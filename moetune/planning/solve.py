@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moetune.config.fields import IdSet
+from moetune.config.fields import IdSet, ranges
 from moetune.config.load import load_run_config
 from moetune.config.lora_rank import ranks_as_text
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu, gpu_names
-from moetune.models.selection import ranges
 from moetune.planning.fit import headroom, last_that_fits, surely_left
 from moetune.planning.predictor import Predictor
 from moetune.planning.savings import changed

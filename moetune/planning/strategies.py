@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, get_args
 
-from moetune.config.schema import Storage
+from moetune.config.resolved import ResolvedBase
 from moetune.formats.table import FORMATS
 from moetune.models.structure import ModelStructure
 from moetune.planning.savings import is_setting_of_host
@@ -116,7 +116,7 @@ _CHECKPOINTING: _Choices = [
 
 
 def strategies(
-    goal: Goal, structure: ModelStructure, count: int, published: Storage | None = None
+    goal: Goal, structure: ModelStructure, count: int, published: ResolvedBase | None = None
 ) -> Iterator[Strategy]:
     """Yield the strategies for a goal on `count` GPUs, best first.
 
@@ -134,13 +134,14 @@ def strategies(
                     order += 1
 
 
-def _bases(published: Storage | None) -> _Choices:
+def _bases(published: ResolvedBase | None) -> _Choices:
     """Return the storages to try: of a model that is published quantized first that one, as more bits would hold the
     same weights; then those of fewer bits."""
     if published is None or published == "nf4":
         return _BASES
-    kept: dict[str, Any] = {"model.base": published}
-    return [(kept, ()), *(_BASES[2:] if FORMATS[published].bits > 5 else [({**kept, **_HOST}, (_SLOWER,))])]
+    kept: dict[str, Any] = {"model.base": published if isinstance(published, str) else "auto"}
+    fewer_bits = isinstance(published, str) and FORMATS[published].bits > 5
+    return [(kept, ()), *(_BASES[2:] if fewer_bits else [({**kept, **_HOST}, (_SLOWER,))])]
 
 
 def layouts(structure: ModelStructure, count: int) -> Iterator[dict[str, Any]]:

@@ -3,11 +3,11 @@
 import shlex
 from collections.abc import Iterable, Iterator
 
+from moetune.config.fields import ranges
 from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term, Verdict
 from moetune.memory.time.estimate import Duration
 from moetune.memory.time.work import Work
 from moetune.memory.unknowns import Span
-from moetune.models.selection import ranges
 from moetune.report.units import between, from_to, gib, hours, named, percent
 from moetune.report.view import Table, View, ViewSection
 

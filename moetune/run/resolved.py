@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.config.memory_size import parse_size
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
-from moetune.config.schema import OptimizerConfig, Part, TrainConfig
+from moetune.config.schema import OptimizerConfig, Part, Storage, TrainConfig
 from moetune.errors import UserError
 from moetune.formats.table import FORMATS
 from moetune.models.routers import ScoreFunction
@@ -65,11 +65,12 @@ class ResolvedModel:
         """Whether each expert's gate and up projections stay quantized separately, as in the published checkpoint."""
         return self.source.quantization.keeps_gate_up_apart(self.config)
 
-    def linears_to_quantize(self, selection: Selection) -> list[str]:
-        """Return the paths of the frozen linear layers outside of experts that are stored in `model.base`, given what
-        trains."""
-        leaves_out = partial(self.source.quantization.leaves_out, config=self.config)
-        return linears_to_quantize(self.plain, self.structure, selection, leaves_out)
+    def linears_to_quantize(self, selection: Selection) -> dict[str, Storage]:
+        """Return path -> storage of the frozen linear layers outside of experts that are stored in `model.base`, given
+        what trains."""
+        leaves_out = self.source.quantization.leaves_out
+        stored = linears_to_quantize(self.plain, self.structure, selection, self.config)
+        return {path: storage for path, storage in stored.items() if not leaves_out(path, storage)}
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,9 @@ class ResolvedRun:
         return frozenset(layer for layer, kept in self.keeps.items() if "rows" in kept)
 
     @cached_property
-    def quantized_linears(self) -> tuple[str, ...]:
-        """Paths of the linear layers outside of experts that are stored in the precision `model.base`."""
-        return tuple(self.model.linears_to_quantize(self.selection))
+    def quantized_linears(self) -> Mapping[str, Storage]:
+        """Path -> storage of the linear layers outside of experts that are stored in `model.base`."""
+        return self.model.linears_to_quantize(self.selection)
 
     def device(self, device: torch.device | str | None = None) -> torch.device:
         """Return the device to run on; by default the first of the kind that the run was resolved for.
@@ -217,8 +218,7 @@ class ResolvedRun:
         """
         if self.config.parallel.pp == 1:
             return (range(self.structure.num_layers),)
-        frozen, width = FORMATS[self.config.model.base].bits / 8, self.dtype.itemsize
-        packed = {f"{path}.weight" for path in self.quantized_linears}
+        width, packed = self.dtype.itemsize, {f"{path}.weight": one for path, one in self.quantized_linears.items()}
         chosen = {layer.index: len(self.selection.experts.get(layer.index, ())) for layer in self.structure.moe_layers}
         totals = {layer.index: layer.shape.num_experts for layer in self.structure.moe_layers}
         layers, outside = [0.0] * self.structure.num_layers, dict[bool, float]()
@@ -226,7 +226,8 @@ class ResolvedRun:
             share = float(one.name in self.selection.full)
             if one.component == "experts" and one.layer is not None:
                 share = chosen[one.layer] / totals[one.layer]
-            stored = frozen if one.component == "experts" or one.name in packed else width
+                packed[one.name] = self.config.model.storage_of("experts", one.layer)
+            stored = FORMATS[packed[one.name]].bits / 8 if one.name in packed else width
             size = one.numel * (share * (2 * width + 8) + (1 - share) * stored)
             if one.layer is None:
                 is_first = one.name == self.embedding

@@ -117,9 +117,10 @@ def measured(configs: list[RunConfig]) -> list[tuple[predicted.Solution, predict
 )
 def test_a_prediction_is_what_real_ranks_take_and_send(schedule: str, model: Path, tmp_path: Path) -> None:
     """On rank 0 gloo holds a message that was sent until its handle is dropped; NCCL until it is waited for."""
+    mixed = {"path": str(model), "dtype": "fp32", "base": {"layers": {0: "fp32", 2: {"experts": "int8"}}}}
     configs = [
-        pipelines.config_of(model, tmp_path, tmp_path / "out", adapt, SCHEDULES[schedule])
-        for adapt in ("experts", "lora")
+        pipelines.config_of(model, tmp_path, tmp_path / "out", adapt, SCHEDULES[schedule], **sections)
+        for adapt, sections in (("experts", {}), ("lora", {"model": mixed}))
     ]
     found = world.run(2, measured, configs)
     for number, config in enumerate(configs):

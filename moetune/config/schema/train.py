@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from moetune.config.fields import (
     Coefficient,
@@ -16,7 +16,7 @@ from moetune.config.fields import (
     Strength,
     Text,
 )
-from moetune.config.schema.section import Section
+from moetune.config.schema.section import WORD_OR_SECTION, Section
 
 
 class EarlyStoppingConfig(Section):
@@ -43,13 +43,9 @@ class KeptConfig(Section):
     rest: Ids = "none"
 
 
-def _word_or_section(raw: Any) -> str:
-    return "by layer" if isinstance(raw, (dict, KeptConfig)) else "word"
-
-
 CheckpointingWord = Literal["auto", "none", "experts_only", "full", "offload"]
 Checkpointing = Annotated[
-    Annotated[CheckpointingWord, Tag("word")] | Annotated[KeptConfig, Tag("by layer")], Discriminator(_word_or_section)
+    Annotated[CheckpointingWord, Tag("word")] | Annotated[KeptConfig, Tag("by layer")], WORD_OR_SECTION
 ]
 
 

@@ -12,8 +12,8 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
 from moetune.compat.bitsandbytes import Linear4bit
 from moetune.experts.bank import ExpertBank
-from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
-from moetune.formats.table import format_of
+from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.nf4 import Nf4
 from moetune.memory.kernels.attention import replace_attention
 from moetune.memory.time.work import WorkPart
 from moetune.memory.trace.log import OUTSIDE
@@ -120,21 +120,19 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
     A label names the component and, of quantized weights, the format: "attention", "experts, nf4". Trained LoRA factors
     and experts are labelled "lora" and "experts", and tensors of no known component "buffers".
     """
-    run, model = adapted.run, adapted.run.config.model
-    stored = format_of(model.base, model.double_quant).label
+    run, nf4 = adapted.run, Nf4(adapted.run.config.model.double_quant).label
     components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parameters}
     components |= {layer.experts: "experts" for layer in run.structure.moe_layers}
     labels = {}
     for path, module in adapted.model.named_modules():
         plain = path.replace(".base_layer", "")
         own = next((components[p] for p in (plain, plain.rpartition(".")[0]) if p in components), None)
-        if isinstance(module, QuantizedExperts):
-            own = "experts"
-        quantized = isinstance(module, (QuantizedExperts, QuantizedLinear, Linear4bit))
+        is_nf4 = isinstance(module, Linear4bit)
+        stored = module.format.label if isinstance(module, QuantizedExperts) else nf4 if is_nf4 else ""
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             label = own or "buffers"
-            labels[id(local_tensor(tensor).untyped_storage())] = f"{label}, {stored}" if quantized else label
-        if isinstance(module, Linear4bit):
+            labels[id(local_tensor(tensor).untyped_storage())] = f"{label}, {stored}" if stored else label
+        if is_nf4:
             for tensor in tensors_of(module):
                 labels[id(tensor.untyped_storage())] = f"{own}, {stored}"
     for name, parameter in adapted.trainable().items():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetune.errors import UserError
@@ -18,7 +19,7 @@ from moetune.exporting.writers.merged import complete_config
 from moetune.inference.check import check_export
 from moetune.tensor_files import read_headers
 from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
-from tests.reference import token_ids
+from tests.reference import small_linears_are_quantized, token_ids
 from tests.resolved import write_quantized_base
 from tests.thinned import in_pairs
 from tests.toys import expert_model_types, toy_config
@@ -141,6 +142,20 @@ def test_check_says_how_far_the_losses_are_apart(packing: str, base: Callable[[s
     assert (check.rows, check.of, check.tokens, check.unread) == (3, "random tokens", 3 * 63, None)
     difference = abs(check.trained_loss / check.exported_loss - 1)
     assert difference < TOLERANCE if packing == "fp32" else 0 < difference < 0.1
+
+
+def test_it_is_the_same_whatever_the_base_is_stored_in(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """In several precisions too; and an adapter is."""
+    exports = []
+    for storage in ("fp32", {"default": "nf4", "parts": {"attention": "int8"}, "layers": {"0": {"experts": "fp32"}}}):
+        path = tmp_path / f"run{len(exports)}"
+        with small_linears_are_quantized():
+            run = write_run(path, base("mixtral"), ADAPT["lora"], storage=storage)
+            merged = tensors_of(merge(run, path / "merged"))
+            export(run.path, "peft", path / "peft")
+        exports.append(merged | load_file(path / "peft" / "adapter_model.safetensors"))
+    assert exports[0].keys() == exports[1].keys()
+    assert all(tensor.equal(exports[1][name]) for name, tensor in exports[0].items())
 
 
 def test_the_newest_checkpoint_is_taken(base: Callable[[str], Path], tmp_path: Path) -> None:

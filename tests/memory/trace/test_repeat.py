@@ -30,6 +30,7 @@ THREES = {"layer_types": ["sliding_attention", "sliding_attention", "full_attent
 LINEAR = {"layer_types": ["linear_attention", "linear_attention", "full_attention"] * 4}
 SOME = {"experts": {"layers": "0-6", "ids": [0, 1]}}
 LOMO = {"optimizer": {"name": "lomo"}, "model": {"experts_on": "host"}, "train": {"checkpointing": "offload"}}
+BY_LAYER = {"default": "nf4", "parts": {"attention": "int8"}, "layers": {"0": {"experts": "bf16"}, "4-9": "bf16"}}
 CASES = {
     "lora": ("mixtral", LORA, {}, {"num_hidden_layers": 6}),
     "experts": ("mixtral", EXPERTS, {"train": {"accumulate": 3}}, {"num_hidden_layers": 9}),
@@ -40,6 +41,7 @@ CASES = {
     "unchecked": ("deepseek_v2", LORA, {"train": {"checkpointing": "none"}}, {"num_hidden_layers": 6}),
     "a rank for each": ("mixtral", RANKS, {}, {"num_hidden_layers": 10}),
     "rows kept of some": ("mixtral", LORA, KEEPS_ROWS, {"num_hidden_layers": 10}),
+    "a base in three precisions": ("mixtral", LORA, {"model": {"base": BY_LAYER}}, {"num_hidden_layers": 10}),
     "lomo": ("mixtral", EXPERTS, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
     "two passes": ("llama", EVERYTHING, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
     "updates on the host": ("mixtral", EXPERTS, OFFLOAD, {"num_hidden_layers": 6}),
@@ -66,6 +68,7 @@ ON_A_PUSH = (
     "part of a period",
     "a rank for each",
     "rows kept of some",
+    "a base in three precisions",
     "experts on the host",
     "fsdp, ep",
     "fsdp, ep, on the host",
