@@ -209,18 +209,20 @@ class Loop:
         tokens = self.ranks.total_over_data(torch.tensor(predicted, device=self.device))
         size, sums = self.micro_batch, Sums()
         parts = [(rows[at : at + size], counts) for rows, counts in batches for at in range(0, len(rows), size)]
-        if self.ranks.parallel.pp > 1:
+        if self.stepper.takes_all:
             self.where.step, self.where.micro_step, self.where.phase = self.step + 1, 0, "forward"
-            made = collate_evenly(parts, size, self.config.train.accumulate, self.collate)
+            if self.ranks.parallel.pp > 1:
+                made = collate_evenly(parts, size, self.config.train.accumulate, self.collate)
+            else:
+                made = [self._batch(rows, counts) for rows, counts in parts]
             for batch, done in zip(made, self.stepper.micro_steps([*map(self._on_device, made)], tokens), strict=True):
-                sums.add(done, batch["input_ids"].numel(), int(batch["is_token"].sum()))
+                sums.add(done, batch["input_ids"].numel(), _unpadded(batch))
             return sums
         for number, (rows, counts) in enumerate(parts):
             self.where.step, self.where.micro_step, self.where.phase = self.step + 1, number, "forward"
             batch = self._batch(rows, counts)
-            unpadded = int(batch.get("is_token", batch.get("attention_mask")).sum())  # type: ignore[union-attr]
             done = self.stepper.micro_step(self._on_device(batch), tokens, last=number == len(parts) - 1)
-            sums.add(done, batch["input_ids"].numel(), unpadded)
+            sums.add(done, batch["input_ids"].numel(), _unpadded(batch))
         return sums
 
     def _batch(self, rows: list[Row], counts: bool) -> dict[str, Any]:
@@ -376,6 +378,11 @@ class Loop:
             self.held_out = self.folder.held_out()
             self.total_load.update(trainer_state.read_total_load(folder, self.adapted))
             self.step, self.micro_batch, self.tokens = trainer_state.read_state(folder)
+
+
+def _unpadded(batch: Batch) -> int:
+    """Return the number of tokens of a micro-batch that are not padding."""
+    return int((batch["is_token"] if "is_token" in batch else batch["attention_mask"]).sum())
 
 
 class Watcher:
