@@ -36,6 +36,8 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
     yield from unsharable_optimizers(run.config)
     yield from indivisible_sizes(run)
     yield from pipeline_problems(run)
+    if run.layer_by_layer:
+        yield from layer_by_layer_problems(run)
     yield from _unsplittable_attention(run)
     if run.config.parallel.engine == "deepspeed":
         try:
@@ -276,6 +278,31 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
         yield f"parallel.pp: the layers of {run.structure.model_type!r} hold layers themselves; set parallel.pp: 1"
         return
     yield from _not_one_after_the_other(run)
+
+
+def layer_by_layer_problems(run: ResolvedRun) -> Iterator[str]:
+    """Yield a line for each reason why the micro-batches of a step must run one after the other."""
+    config, option = run.config, "train.layer_by_layer"
+    if config.parallel.ranks > 1 or config.parallel.engine == "deepspeed":
+        yield f"{option}: over several ranks, and with DeepSpeed, micro-batches run one after the other; set it to false"
+    drawn = {f"{key}: {value:g}": value for key, value in _random_settings(run.model.settings.to_dict())}
+    drawn |= {f"train.neftune_alpha: {config.train.neftune_alpha:g}": config.train.neftune_alpha}
+    if config.adapt.lora is not None:
+        drawn |= {f"adapt.lora.dropout: {config.adapt.lora.dropout:g}": config.adapt.lora.dropout}
+    if named := [name for name, value in drawn.items() if value]:
+        yield (
+            f"{option}: micro-batches would draw their random numbers in another order ({', '.join(named)}); set that "
+            f"to 0, or {option} to false"
+        )
+
+
+def _random_settings(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (key, value) of each rate of dropout or noise in a model's configuration and its parts that is not 0."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _random_settings(value)
+        elif isinstance(value, float) and value and ("drop" in key or "jitter" in key):
+            yield key, value
 
 
 def _wrong_stages(stages: Sequence[tuple[int, int]], run: ResolvedRun) -> Iterator[str]:

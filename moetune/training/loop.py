@@ -396,8 +396,8 @@ class Watcher:
     pace = Pace()
 
     def settled(self, run: ResolvedRun, before: TrainConfig | None) -> ResolvedRun:
-        """Return the run with values in place of `auto` in `train.checkpointing`, `train.keep_rows` and
-        `train.expert_memory`, as fit the GPU.
+        """Return the run with values in place of `auto` in `train.checkpointing`, `train.keep_rows`,
+        `train.layer_by_layer` and `train.expert_memory`, as fit the GPU.
 
         Called if the run has a single rank, before the model is built, once it is known which kernels work. `before`
         are the settings before the run was interrupted; None for a new run.
