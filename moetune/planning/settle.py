@@ -58,7 +58,8 @@ def _choices(run: ResolvedRun) -> list[ResolvedRun]:
     choices += [choices[-1].with_expert_memory(size) for size in sizes[1:]]
     if not is_open(run.config.train):
         return choices
-    most = run.with_expert_memory(choices[-1].config.train.expert_memory)
+    last = choices[-1]
+    most = run.running_layer_by_layer(last.layer_by_layer).with_expert_memory(last.config.train.expert_memory)
     layers = list(range(run.structure.num_layers))
     of_experts = [layer.index for layer in run.structure.moe_layers]
     steps: list[tuple[Keepable, list[int]]] = [("rows", of_experts)]

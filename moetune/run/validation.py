@@ -282,26 +282,21 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
 
 def layer_by_layer_problems(run: ResolvedRun) -> Iterator[str]:
     """Yield a line for each reason why the micro-batches of a step must run one after the other."""
-    config, option = run.config, "train.layer_by_layer"
+    config, option, lora = run.config, "train.layer_by_layer", run.config.adapt.lora
     if config.parallel.ranks > 1 or config.parallel.engine == "deepspeed":
-        yield f"{option}: over several ranks, and with DeepSpeed, micro-batches run one after the other; set it to false"
-    drawn = {f"{key}: {value:g}": value for key, value in _random_settings(run.model.settings.to_dict())}
-    drawn |= {f"train.neftune_alpha: {config.train.neftune_alpha:g}": config.train.neftune_alpha}
-    if config.adapt.lora is not None:
-        drawn |= {f"adapt.lora.dropout: {config.adapt.lora.dropout:g}": config.adapt.lora.dropout}
-    if named := [name for name, value in drawn.items() if value]:
-        yield (
-            f"{option}: micro-batches would draw their random numbers in another order ({', '.join(named)}); set that "
-            f"to 0, or {option} to false"
-        )
+        yield f"{option}: micro-batches run one after the other over several ranks, and in DeepSpeed; set it to false"
+    drawn = dict(_random_settings(run.model.settings.get_text_config().to_dict()))
+    drawn |= {"train.neftune_alpha": config.train.neftune_alpha, "adapt.lora.dropout": lora.dropout if lora else 0.0}
+    if named := ", ".join(f"{key}: {value:g}" for key, value in drawn.items() if value):
+        yield f"{option}: random numbers ({named}) would be drawn in another order; set that to 0, or {option} to false"
 
 
 def _random_settings(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (key, value) of each rate of dropout or noise in a model's configuration and its parts that is not 0."""
+    """Yield (key, value) of each rate of dropout or noise in a model's configuration and its parts."""
     for key, value in settings.items():
         if isinstance(value, dict):
             yield from _random_settings(value)
-        elif isinstance(value, float) and value and ("drop" in key or "jitter" in key):
+        elif isinstance(value, float) and ("drop" in key or "jitter" in key):
             yield key, value
 
 

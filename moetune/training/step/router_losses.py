@@ -69,9 +69,7 @@ class RouterWatch:
             routed, _ = self._recording.get()
             if routed is not None:
                 ids, weights = [*args, *kwargs.values()][1:]
-                routed.load[layer.index] = _tokens(
-                    ids.detach(), weights.detach(), layer.shape.num_experts, routed.mask
-                )
+                routed.load[layer.index] = _tokens(ids.detach(), weights.detach(), layer.shape.num_experts, routed.mask)
 
         router = logits_module(model, layer.router, layer.shape.num_experts)
         bank = model.get_submodule(layer.experts)

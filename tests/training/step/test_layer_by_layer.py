@@ -19,7 +19,11 @@ from tests.thinned import in_pairs, thinned
 from tests.toys import VOCAB, expert_model_types, toy_config
 
 LORA = {"router": "all", "lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}}
-MIXED = {"router": "all", "experts": {"ids": [0, 3]}, "lora": {"rank": 2, "alpha": 4, "targets": ["experts"], "ids": [1]}}
+MIXED = {
+    "router": "all",
+    "experts": {"ids": [0, 3]},
+    "lora": {"rank": 2, "alpha": 4, "targets": ["experts"], "ids": [1]},
+}
 TYPES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "qwen3_next"]
 
 
@@ -35,9 +39,7 @@ def batches_of(adapted: Adapted, *, packing: bool) -> list[Batch]:
     """Three micro-batches, the last of a single row."""
     torch.manual_seed(3)
     return [
-        collate(
-            random_rows(count, 16, VOCAB, packing=packing), 0, document_inputs=document_inputs(adapted.model)
-        )
+        collate(random_rows(count, 16, VOCAB, packing=packing), 0, document_inputs=document_inputs(adapted.model))
         for count in (2, 2, 1)
     ]
 
@@ -58,6 +60,7 @@ def stepped(adapted: Adapted, batches: list[Batch]) -> tuple[list[MicroStep], di
 
 def assert_equal(folder: Path, model_type: str, adapt: dict[str, Any], packing: bool, **train: Any) -> None:
     import random
+
     expected_done = expected = None
     for together in (False, True):
         adapted = toy(folder, model_type, adapt, together, **train)
@@ -67,9 +70,18 @@ def assert_equal(folder: Path, model_type: str, adapt: dict[str, Any], packing: 
             expected_done, expected = done, gradients
     assert gradients.keys() == expected.keys()
     bits = all(torch.equal(gradients[n], g) for n, g in expected.items())
-    print(model_type, packing, train, "bits" if bits else max(float((gradients[n]-g).abs().max()/g.abs().max().clamp(min=1e-9)) for n, g in expected.items()))
+    print(
+        model_type,
+        packing,
+        train,
+        "bits"
+        if bits
+        else max(float((gradients[n] - g).abs().max() / g.abs().max().clamp(min=1e-9)) for n, g in expected.items()),
+    )
     for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-6, atol=1e-6 * float(gradient.abs().max()), msg=name)
+        torch.testing.assert_close(
+            gradients[name], gradient, rtol=1e-6, atol=1e-6 * float(gradient.abs().max()), msg=name
+        )
     for mine, other in zip(done, expected_done, strict=True):
         assert torch.equal(mine.loss, other.loss)
         assert mine.load.keys() == other.load.keys()
@@ -81,7 +93,14 @@ def assert_equal(folder: Path, model_type: str, adapt: dict[str, Any], packing: 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_gradients(tmp_path: Path, model_type: str, checkpointing: str, packing: bool) -> None:
-    assert_equal(tmp_path, model_type, LORA, packing, checkpointing=checkpointing, router_aux_loss=0.02 if checkpointing=="full" else 0.0)
+    assert_equal(
+        tmp_path,
+        model_type,
+        LORA,
+        packing,
+        checkpointing=checkpointing,
+        router_aux_loss=0.02 if checkpointing == "full" else 0.0,
+    )
 
 
 @pytest.mark.parametrize("model_type", thinned(expert_model_types(), 4))
