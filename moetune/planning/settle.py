@@ -74,7 +74,7 @@ def _choices(run: ResolvedRun) -> list[ResolvedRun]:
 
 
 def _copies_anew(run: ResolvedRun) -> bool:
-    """Return whether every micro-batch copies the experts to the GPU, and `train.layer_by_layer: auto` may change it."""
+    """Return whether every micro-batch copies the experts to the GPU, which `layer_by_layer: auto` may change."""
     train = run.config.train
     return train.layer_by_layer == "auto" and run.config.model.experts_on == "host" and train.accumulate > 1
 

@@ -283,8 +283,8 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
 def layer_by_layer_problems(run: ResolvedRun) -> Iterator[str]:
     """Yield a line for each reason why the micro-batches of a step must run one after the other."""
     config, option, lora = run.config, "train.layer_by_layer", run.config.adapt.lora
-    if config.parallel.ranks > 1 or config.parallel.engine == "deepspeed":
-        yield f"{option}: micro-batches run one after the other over several ranks, and in DeepSpeed; set it to false"
+    if config.parallel.ranks > 1:
+        yield f"{option}: over several ranks micro-batches run one after the other; set it to false"
     drawn = dict(_random_settings(run.model.settings.get_text_config().to_dict()))
     drawn |= {"train.neftune_alpha": config.train.neftune_alpha, "adapt.lora.dropout": lora.dropout if lora else 0.0}
     if named := ", ".join(f"{key}: {value:g}" for key, value in drawn.items() if value):
