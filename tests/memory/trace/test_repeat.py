@@ -72,6 +72,7 @@ ON_A_PUSH = (
     "a rank for each",
     "rows kept of some",
     "experts on the host",
+    "layer by layer, inputs on the host",
     "fsdp, ep",
     "fsdp, ep, on the host",
     "experts of other layers than the neighbours, on the host",
