@@ -68,7 +68,7 @@ class ResolvedConfig(RunConfig):
     """A run file with values in place of `auto` in `model:` and `router_aux_loss`, and expert ids in place of choices.
 
     It is a valid run file itself. Other keys may still be `auto`: `data.format`, `train.expert_memory`,
-    `train.loss_memory`, and `train.checkpointing` and `train.keep_rows` until the GPU is known.
+    `train.loss_memory`, and `train.checkpointing`, `train.keep_rows` and `train.layer_by_layer` until the GPU is known.
     """
 
     model: ResolvedModelConfig

@@ -26,13 +26,14 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
     base = base_in_words(config.model)
     batches = "1 micro-batch" if train.accumulate == 1 else f"{train.accumulate:,} micro-batches"
     step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {batches} a step"
+    in_order = ", layer by layer" * run.layer_by_layer
     sizes = {axis: getattr(config.parallel, axis) for axis in ("pp", "replicate", "fsdp", "ep", "tp")}
     layout = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     return (
         ("trains", "; ".join(trains(run))),
         ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
         ("attention", attention_in_words(config, run.model.plain, capability)),
-        ("batch", f"{step}, checkpointing {checkpointing(run)}{_experts_at_once(run)}"),
+        ("batch", f"{step}, checkpointing {checkpointing(run)}{_experts_at_once(run)}{in_order}"),
         *([("router gradient", "dense, through all experts")] if train.dense_router_gradient else []),
         ("optimizer", optimizers(run)),
         *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),

@@ -170,7 +170,7 @@ def plan(
     search = Search(start, gpu, tight, routing or UNKNOWN, trainer)
     base = source.quantization.base
     of_goals = {
-        goal: list(strategies(goal, search.structure, count, base))
+        goal: list(strategies(goal, search.structure, count, base, in_trl=trainer is not None))
         for goal in goals
         if search.structure.moe_layers or goal == "lora"
     }

@@ -161,6 +161,9 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         yield Saving({"train.eval_micro_batch": train.micro_batch}, why, ("transient_peak",))
     if isinstance(train.keep_rows, int):
         yield Saving({"train.keep_rows": "none"}, "computes gate_up's rows again in backward", _ACTIVATIONS)
+    if train.layer_by_layer is True:
+        why = "one micro-batch after the other: those that wait hold nothing, and each copies what is on the host"
+        yield Saving({"train.layer_by_layer": False}, why, _ACTIVATIONS)
     if train.checkpointing not in ("auto", "full", "offload"):
         why = "keeps each layer's input, and computes the layer again in backward"
         yield Saving({"train.checkpointing": "full"}, why, _ACTIVATIONS)

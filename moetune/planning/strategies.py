@@ -113,14 +113,17 @@ _CHECKPOINTING: _Choices = [
     ({"train.checkpointing": "auto"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
 ]
+_COPIED_ONCE: _Choices = [({**settings, "train.layer_by_layer": True}, lost) for settings, lost in _CHECKPOINTING]
+"""The same with experts on the host copied once a step. What all micro-batches hold then counts, also on the host."""
 
 
 def strategies(
-    goal: Goal, structure: ModelStructure, count: int, published: ResolvedBase | None = None
+    goal: Goal, structure: ModelStructure, count: int, published: ResolvedBase | None = None, *, in_trl: bool = False
 ) -> Iterator[Strategy]:
     """Yield the strategies for a goal on `count` GPUs, best first.
 
-    `published` is the storage type in which the model is published, if it is quantized. Experts are trained with FSDP
+    `published` is the storage type in which the model is published, if it is quantized; `in_trl` whether TRL trains,
+    one micro-batch after the other, as several GPUs do. Experts are trained with FSDP
     alone only where expert parallelism is impossible: every rank then stores all frozen experts, so fewer fit.
     """
     order = 0
@@ -128,7 +131,11 @@ def strategies(
     for layout in islice(layouts(structure, count), 1 if goal == "experts" else None):
         for base, lost in _bases(published):
             for optimizer, lost_too in optimizers:
-                for checkpointing, lost_as_well in _CHECKPOINTING:
+                several = count == 1 and not in_trl and optimizer.get("train.accumulate") != 1
+                copied_once = "model.experts_on" in base and several
+                for checkpointing, lost_as_well in (
+                    (*_COPIED_ONCE, _CHECKPOINTING[-1]) if copied_once else _CHECKPOINTING
+                ):
                     settings = {"train.accumulate": _MICRO_STEPS, **layout, **base, **optimizer, **checkpointing}
                     yield Strategy(goal, settings, (*lost, *lost_too, *lost_as_well), order)
                     order += 1

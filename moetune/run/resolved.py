@@ -128,6 +128,11 @@ class ResolvedRun:
         return parse_size(LEAST_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
 
     @property
+    def layer_by_layer(self) -> bool:
+        """Whether a step's micro-batches run layer by layer; not with `auto` until the GPU is known."""
+        return self.config.train.layer_by_layer is True
+
+    @property
     def keeps_rows(self) -> frozenset[int]:
         """Indices of the layers that keep the outputs of gate_up for backward."""
         return frozenset(layer for layer, kept in self.keeps.items() if "rows" in kept)
@@ -176,10 +181,16 @@ class ResolvedRun:
         """Return a copy of the run with this `train.expert_memory`."""
         return replace(self, config=self.config.but(train={"expert_memory": size}))
 
+    def running_layer_by_layer(self, runs: bool = True) -> "ResolvedRun":
+        """Return a copy of the run with this `train.layer_by_layer`."""
+        return replace(self, config=self.config.but(train={"layer_by_layer": runs}))
+
     def settled_as(self, before: TrainConfig | None) -> "ResolvedRun":
         """Return a copy of the run with the values of `before` in place of `auto` in `train.checkpointing`,
-        `train.keep_rows` and `train.expert_memory`; for None with those that take least."""
+        `train.keep_rows`, `train.layer_by_layer` and `train.expert_memory`; for None with those that take least."""
         run, train = self, self.config.train
+        if train.layer_by_layer == "auto":
+            run = run.running_layer_by_layer(before is not None and before.layer_by_layer is True)
         if before is not None and train.expert_memory == "auto":
             run = run.with_expert_memory(before.expert_memory)
         return run.keeping({} if before is None else kept_by_layer(before, run.structure)) if is_open(train) else run

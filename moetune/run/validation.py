@@ -38,6 +38,8 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
     yield from unsharable_optimizers(run.config)
     yield from indivisible_sizes(run)
     yield from pipeline_problems(run)
+    if run.layer_by_layer:
+        yield from layer_by_layer_problems(run)
     yield from _unsplittable_attention(run)
     if run.config.parallel.engine == "deepspeed":
         try:
@@ -300,6 +302,26 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
         yield f"parallel.pp: the layers of {run.structure.model_type!r} hold layers themselves; set parallel.pp: 1"
         return
     yield from _not_one_after_the_other(run)
+
+
+def layer_by_layer_problems(run: ResolvedRun) -> Iterator[str]:
+    """Yield a line for each reason why the micro-batches of a step must run one after the other."""
+    config, option, lora = run.config, "train.layer_by_layer", run.config.adapt.lora
+    if config.parallel.ranks > 1:
+        yield f"{option}: over several ranks micro-batches run one after the other; set it to false"
+    drawn = dict(_random_settings(run.model.settings.get_text_config().to_dict()))
+    drawn |= {"train.neftune_alpha": config.train.neftune_alpha, "adapt.lora.dropout": lora.dropout if lora else 0.0}
+    if named := ", ".join(f"{key}: {value:g}" for key, value in drawn.items() if value):
+        yield f"{option}: random numbers ({named}) would be drawn in another order; set that to 0, or {option} to false"
+
+
+def _random_settings(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (key, value) of each rate of dropout or noise in a model's configuration and its parts."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _random_settings(value)
+        elif isinstance(value, float) and ("drop" in key or "jitter" in key):
+            yield key, value
 
 
 def _wrong_stages(stages: Sequence[tuple[int, int]], run: ResolvedRun) -> Iterator[str]:

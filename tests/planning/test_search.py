@@ -176,3 +176,17 @@ def test_no_strategy_is_tried_that_so_many_cards_refuse(count: int, small_model:
     for goal in GOALS:
         for strategy in strategies(goal, search.structure, count):
             assert not [*validation.unsharable_optimizers(search.smallest(strategy))], strategy.words
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_a_plan_copies_experts_on_the_host_once_a_step(goal: Goal) -> None:
+    """Where one micro-batch need not end before the next begins. One after the other takes less of the host."""
+    model = structure("mixtral-8x22b")
+    together = [one for one in strategies(goal, model, 1) if "train.layer_by_layer" in one.settings]
+    assert {one.settings["train.checkpointing"] for one in together} == {"auto", "offload"}
+    assert all(one.settings["model.experts_on"] == "host" for one in together)
+    assert all(one.settings["train.accumulate"] > 1 for one in together)
+    one_by_one = [one for one in strategies(goal, model, 1) if one.slowness == 3 and one not in together]
+    assert len(one_by_one) >= len(together) // 2
+    for others in (strategies(goal, model, 2), strategies(goal, model, 1, in_trl=True)):
+        assert not any("train.layer_by_layer" in one.settings for one in others)

@@ -63,6 +63,8 @@ class TrainConfig(Section):
             `auto` chooses them, as many as fit the GPU.
         keep_rows: number of layers, the last ones, whose experts' outputs of gate_up are saved for backward instead of
             being computed again; `auto` for as many as fit the GPU. `checkpointing: none` keeps those of all layers.
+        layer_by_layer: all micro-batches of a step run through a decoder layer before any runs through the next, so
+            that experts in host memory are copied once a step; `auto` where they are there and it fits.
         seed: seed of the order of rows, dropout and random weights.
         log_every: steps between two lines of metrics.
         eval_every: steps between two evaluations.
@@ -95,6 +97,7 @@ class TrainConfig(Section):
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     checkpointing: Checkpointing = "full"
     keep_rows: KeepRows = "none"
+    layer_by_layer: Literal["auto"] | bool = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     log_every: Positive = 1
     eval_every: Positive = 50

@@ -93,7 +93,7 @@ def trace(
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
             else:
                 most, least = 2 if micro_steps_are_alike(config.parallel) else 3, 1
-                if config.parallel.pp > 1:  # each micro-batch has a buffer of its own for what it receives
+                if config.parallel.pp > 1 or whole.layer_by_layer:  # what all micro-batches hold exists at once
                     most, least = config.train.accumulate, config.parallel.pp
                 traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short)
         return replace(traced, load=load_peaks(whole.held_at(Coordinates.of(config.parallel, rank).pp), traced))

@@ -1,5 +1,6 @@
 """`Watched`: registers a model's tensors, layer boundaries and expert groups with a tracker; labels for reports."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.nf4 import Nf4
 from moetune.memory.kernels.attention import replace_attention
+from moetune.memory.phases import FORWARD_PHASES
 from moetune.memory.time.work import WorkPart
 from moetune.memory.trace.log import OUTSIDE
 from moetune.memory.trace.tracker import Tracker
@@ -36,7 +38,10 @@ class Watched:
         layers: number -> module, for the decoder layers that run.
         layer_of: parameter -> number of its decoder layer, for those inside of layers.
         named: module -> path, for the modules that reports name (`named_modules`).
+        turns: how many micro-batches go through a layer before any goes through the next.
     """
+
+    turns = 1
 
     def __init__(
         self,
@@ -89,17 +94,27 @@ class Watched:
 
     @contextmanager
     def _cutting(self, tracker: Tracker) -> Iterator[None]:
-        """Record, by hooks, where each decoder layer's forward ends and its backward begins."""
+        """Record, by hooks, where each decoder layer's forward ends and its backward begins.
+
+        If micro-batches run layer by layer, that is where the first of them begins the next layer, or its backward.
+        """
+        calls = Counter[tuple[int, int, bool]]()
+
+        def cut(layer: int, *, backward: bool = False, at_last: bool = False) -> None:
+            if backward or tracker.phase in FORWARD_PHASES:  # not in a recomputation
+                calls[tracker.step, layer, backward] += 1
+                if calls[tracker.step, layer, backward] % self.turns == (0 if at_last else 1 % self.turns):
+                    tracker.cut(layer, backward=backward)
 
         def begin(module: nn.Module, args: Any, *, before: int) -> None:
-            tracker.cut(before, backward=False)
+            cut(before)
 
         def end(module: nn.Module, args: Any, output: Any, *, layer: int) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad and tracker.phase == "forward":
-                hidden.register_hook(lambda gradient: tracker.cut(layer, backward=True))
+                hidden.register_hook(lambda gradient: cut(layer, backward=True))
             if layer == numbers[-1]:
-                tracker.cut(layer, backward=False)
+                cut(layer, at_last=True)
 
         # A layer's end is recorded where the next layer begins, because only then has the model freed its input.
         # `prepend` puts these hooks before FSDP2's: gathering weights is part of the layer that needs them.

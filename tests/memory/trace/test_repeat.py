@@ -23,6 +23,8 @@ APART = {
 }
 RANKS = {"lora": {**LORA["lora"], "rank": {"attention": 8, "experts": {"0-4": 4, "5-9": 2}}}}
 OFFLOAD = {"optimizer": {"name": "adamw", "offload": True}}
+TOGETHER = {"model": {"experts_on": "host"}, "train": {"accumulate": 3, "layer_by_layer": True}}
+TOGETHER_OFFLOAD = {**TOGETHER, "train": {**TOGETHER["train"], "checkpointing": "offload"}}
 EVALUATED = {"train": {"eval_micro_batch": 6}, "data": {"eval": "unread"}}
 KEEPS_ROWS = {"train": {"keep_rows": 5, "accumulate": 2}}
 TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 4}
@@ -48,6 +50,9 @@ CASES = {
     "experts on the host": ("mixtral", LORA, ON_HOST, {"num_hidden_layers": 7}),
     "experts of other layers than the neighbours, on the host": ("nemotron_h", LORA, FULL_ON_HOST, APART),
     "some of those": ("nemotron_h", {"experts": {"layers": "1,3,5,7,9,11", "ids": [0]}}, FULL_ON_HOST, APART),
+    "layer by layer": ("mixtral", LORA, TOGETHER, {"num_hidden_layers": 7}),
+    "layer by layer, inputs on the host": ("mixtral", LORA, TOGETHER_OFFLOAD, {"num_hidden_layers": 7}),
+    "layer by layer, other layers": ("nemotron_h", LORA, TOGETHER_OFFLOAD, APART),
     "evaluation": ("llama", EVERYTHING, EVALUATED, {"num_hidden_layers": 6}),
 }
 NF4, FP32 = {"base": "nf4"}, {"base": "fp32"}
@@ -70,6 +75,7 @@ ON_A_PUSH = (
     "rows kept of some",
     "a base in three precisions",
     "experts on the host",
+    "layer by layer, inputs on the host",
     "fsdp, ep",
     "fsdp, ep, on the host",
     "experts of other layers than the neighbours, on the host",

@@ -97,6 +97,15 @@ def test_so_they_do_on_a_base_in_several_precisions(experts_on: str, tmp_path: P
     }
 
 
+@pytest.mark.parametrize(
+    "checkpointing", ["offload", *(pytest.param(c, marks=pytest.mark.full) for c in ("full", "none"))]
+)
+def test_so_they_do_layer_by_layer(toys: dict[str, Path], checkpointing: str) -> None:
+    train = {"accumulate": 3, "checkpointing": checkpointing, "layer_by_layer": True}
+    config = toy_run(toys["mixtral"], "mixtral", MIXED, model={"experts_on": "host"}, train=train)
+    assert_alike(config)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen3_moe"])
 def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path) -> None:
