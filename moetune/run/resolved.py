@@ -237,6 +237,14 @@ class ResolvedRun:
                 layers[one.layer] += size
         return stages_of(self.config.parallel, [*map(int, layers)], int(outside[True]), int(outside.get(False, 0)))
 
+    def held_layers(self, pp: int) -> dict[int, int]:
+        """Return decoder layer -> stage, for the layers of the rank with the index `pp` on the axis pp, in order; all
+        layers without `parallel.pp`."""
+        if self.config.parallel.pp == 1:
+            return dict.fromkeys(range(len(every_layer(self.model.plain))), 0)
+        numbers = range(pp, len(self.stages), self.config.parallel.pp)
+        return {layer: number for number in numbers for layer in self.stages[number]}
+
     @property
     def trains_before_stages(self) -> tuple[bool, ...]:
         """For each stage of the pipeline, whether anything trains before its first layer."""

@@ -48,7 +48,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     structure, model = run.structure, run.config.model
     on_gpu, on_host = (traced.loaded(on_host=where) for where in (False, True))
     dtype = torch.float32 if model.dtype == "fp32" else torch.bfloat16  # `auto` is bf16 on a GPU
-    outside = max(part.numel for part in structure.parameters if part.layer is None)
+    outside = max((part.numel for part in structure.parameters if part.layer is None), default=0)
     shapes = list(dict.fromkeys(layer.shape for layer in structure.moe_layers))
     if model.weights == "random":
         drawn = [

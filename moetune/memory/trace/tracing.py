@@ -157,12 +157,10 @@ def can_be_shortened(config: RunConfig) -> bool:
     """Return whether a few decoder layers may stand for the others in a trace of this run.
 
     They may not where a tensor grows with the number of layers: DeepSpeed concatenates all trained weights in one flat
-    tensor, and router losses are computed from the router logits of all layers. Nor in a pipeline, in which several
-    micro-batches are between their forward and backward passes.
+    tensor, and router losses are computed from the router logits of all layers.
     """
     return not (
-        config.parallel.pp > 1
-        or config.parallel.engine == "deepspeed"
+        config.parallel.engine == "deepspeed"
         or config.train.router_aux_loss
         or config.train.router_z_loss
     )

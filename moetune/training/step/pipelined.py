@@ -17,7 +17,7 @@ from moetune.parallel.pipeline import run_stages
 from moetune.training.step.batch import Batch
 from moetune.training.step.loss import Chunks
 from moetune.training.step.micro_step import MicroStep, count_loss_tokens, token_loss
-from moetune.training.step.router_losses import Routed, RouterWatch, Statistics, add_load, losses_of
+from moetune.training.step.router_losses import Routed, RouterWatch, Statistics, losses_of
 
 
 def stages_on(adapted: Adapted) -> list[StageLayers]:
@@ -75,7 +75,7 @@ class Pipeline:
                 else:
                     inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
                     hidden = layers.hidden_states(inputs)
-            add_load(done[number].load, routed.load)
+            done[number].load.update(routed.load)
             if shape_routing:
                 statistics = self._statistics(routed, statistics)
             if hidden is not None:
