@@ -289,16 +289,19 @@ def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
     """Group ranks of equal memory; return (rank numbers such as `0-3,6`, memory of one of them) for each group."""
     groups: dict[tuple[object, ...], list[RankMemory]] = {}
     for rank in ranks:
-        groups.setdefault((rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes), []).append(rank)
+        of = rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes, rank.holds, rank.card
+        groups.setdefault(of, []).append(rank)
     return [(ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
 
 
 def _ranks(report: MemoryReport) -> Table:
-    rows = [
-        (numbers, *map(gib, (one.peak_allocated, one.peak_reserved, one.outside_allocator, one.peak_process)))
-        for numbers, one in alike(report.ranks)
-    ]
-    return Table(("rank", ">allocated", ">reserved", ">outside", ">process"), rows)
+    stages, rows = any(rank.holds for rank in report.ranks), []
+    for numbers, one in alike(report.ranks):
+        sizes = [one.peak_allocated, one.peak_reserved, one.outside_allocator, one.peak_process, *([one.sent] * stages)]
+        card = f" of {one.card.name}, {gib(one.card.usable_bytes)}" if one.card else ""
+        rows.append((f"{numbers}{card}", *([one.holds] * stages), *map(gib, sizes)))
+    heads = ("rank", *(["holds"] * stages), ">allocated", ">reserved", ">outside", ">process", *([">sends"] * stages))
+    return Table(heads, rows)
 
 
 def _times(time: Duration) -> Table:

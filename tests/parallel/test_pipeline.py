@@ -1,5 +1,6 @@
 """Pipelines against one process: whole runs, checkpoints read by other layouts, predictions; and what is refused."""
 
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from moetune.memory.predict import predict_memory
 from moetune.models.dry_run import flow_of
 from moetune.models.stack import StageLayers, every_layer
 from moetune.models.structure import meta_model
+from moetune.models.catalog.gpus import find_gpu
 from moetune.parallel.ranks import Ranks
+from moetune.planning.predictor import Predictor
 from moetune.run.resolve import resolve
-from moetune.run.stages import bubble, in_flight, stages_of
+from moetune.run.resolved import ResolvedRun
+from moetune.run.stages import bubble, in_flight, least_stages
 from tests import small
+from tests.memory.models import toy_run
 from tests.parallel import pipelines, predicted, world
 from tests.toys import expert_model_types, toy_config, toy_model
 
@@ -180,12 +185,49 @@ REFUSED = {
 """Layers that return or take more than hidden states, or whose code reads values."""
 
 
-def test_stages_are_cut_where_the_heaviest_weighs_least(model: Path, tmp_path: Path) -> None:
-    config = pipelines.config_of(model, tmp_path, tmp_path / "out", "router", {"pp": 2})
-    assert stages_of(config.parallel, [4, 1, 1, 1, 1], 0, 0) == (range(1), range(1, 5))
-    assert stages_of(config.parallel, [1, 1, 1, 1], 2, 0) == (range(1), range(1, 4))
-    whole = resolve(config, "cpu").stages
-    assert [layer for stage in whole for layer in stage] == [0, 1, 2, 3]
+def test_the_stage_that_needs_most_of_its_room_needs_least() -> None:
+    assert least_stages([4, 1, 1, 1, 1], [(0, 1)] * 2) == (range(1), range(1, 5))
+    assert least_stages([1, 1, 1, 1], [(2, 1), (0, 1)]) == (range(1), range(1, 4))
+    assert least_stages([1] * 7, [(0, 1)] * 3) == (range(2), range(2, 4), range(4, 7))
+    assert least_stages([1] * 6, [(0, 2), (0, 1)]) == (range(4), range(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parallel", "gpus"),
+    [
+        ("deepseek_v2", {"pp": 2}, ()),
+        pytest.param("granitemoehybrid", {"pp": 2}, (), marks=pytest.mark.full),
+        pytest.param("mixtral", {"pp": 3, "schedule": "gpipe"}, (), marks=pytest.mark.full),
+        pytest.param("mixtral", {"pp": 2}, ("900MiB", "700MiB"), marks=pytest.mark.full),
+    ],
+)
+def test_stages_are_cut_where_the_fullest_rank_needs_least(
+    model_type: str, parallel: dict[str, Any], gpus: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Of all cuts, by their predictions: a dense first layer, an embedding as large as some layers, unlike cards."""
+    kinds = {"layer_types": ["mamba", "attention"] * 3} if model_type == "granitemoehybrid" else {}
+    toy = toy_config(model_type, num_hidden_layers=6, vocab_size=50_000, intermediate_size=2_000, **kinds)
+    toy.save_pretrained(tmp_path / "model")
+    layers, pp = range(toy.num_hidden_layers), parallel["pp"]
+    config = toy_run(
+        tmp_path / "model", model_type, {"router": "all"},
+        parallel=parallel, hardware={"gpus": list(gpus), "count": pp}, train={"accumulate": 2 * pp},
+    )  # fmt: skip
+    predictor = Predictor(end="high")
+    cards = [find_gpu(name).memory.value for name in gpus or ("l40s",) * pp]
+
+    def fullest(run: ResolvedRun) -> float:
+        return max(rank.needed / card for rank, card in zip(predictor.of_resolved(run).ranks, cards, strict=True))
+
+    run = resolve(config, "cuda")
+    cuts = [
+        [range(start, end) for start, end in pairwise((0, *ends, len(layers)))]
+        for ends in combinations(layers[1:], pp - 1)
+    ]
+    shares = {tuple(cut): fullest(run.cut_into(cut)) for cut in cuts}
+    chosen = predictor.resolve(config).stages
+    assert shares[chosen] == min(shares.values())
+    assert chosen != run.stages  # the even cut
 
 
 def test_micro_batches_in_flight_and_the_bubble() -> None:

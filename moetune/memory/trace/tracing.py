@@ -130,7 +130,9 @@ def faked(
     count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
     without = () if gpu is None else run.config.hardware.without_kernels
     with using_kernels(but=without), fake_ranks(run.config.parallel, rank) as ranks:
-        short = shorten(run, ranks) if shortened and is_even and can_be_shortened(run.config) else None
+        short = None
+        if shortened and (run.config.parallel.pp > 1 or is_even and can_be_shortened(run.config)):
+            short = shorten(run, ranks, whole=not (is_even and can_be_shortened(run.config)))
         adapted = build_fake(run if short is None else short.run, mode, ranks, None if gpu is None else gpu.capability)
         with (
             refusing_values(run.config.model.path, run.structure.model_type),
