@@ -42,6 +42,7 @@ class Predictor:
     device_type: DeviceType = "cuda"
     trainer: InTrl | None = None
     _like: ResolvedRun | None = None
+    _cut: tuple[range, ...] = ()
 
     def resolve(self, config: RunConfig) -> ResolvedRun:
         """Resolve a run, reusing the model of the last call if it is the same; `UserError` if settings are wrong.
@@ -49,15 +50,16 @@ class Predictor:
         `train.checkpointing: auto` counts as `full` and `train.keep_rows: auto` as `none`: they take memory only where
         some is left.
         """
-        self._like = run = resolve(config, self.device_type, like=self._like)
-        return self.divided(run.keeping({}) if is_open(config.train) else run)
+        self._like = resolve(config, self.device_type, like=self._like)
+        return self._like.keeping({}) if is_open(config.train) else self._like
 
     def divided(self, run: ResolvedRun) -> ResolvedRun:
         """Return a run with stages in place of `parallel.stages: auto`, where that is one: those of which the fullest
         rank needs the least of its GPU.
 
         Each prediction says what each layer takes, and so which cut would be best if every layer took as much elsewhere,
-        until a cut comes again. The best of them is the same wherever and whenever it is asked for.
+        until a cut comes again. The first is the last one that this predictor found, or else one into equal numbers of
+        layers, so the first answer is the same wherever it is asked for.
         """
         if run.config.parallel.pp == 1 or run.config.parallel.stages != "auto":
             return run
@@ -66,17 +68,20 @@ class Predictor:
         rooms = [(name if isinstance(name, Gpu) else find_gpu(name)).memory.value for name in names]
         tried: dict[tuple[range, ...], float] = {}
         cut = run.stages
+        if len(self._cut) == len(cut) and self._cut[-1].stop == cut[-1].stop:
+            cut = self._cut
         while cut not in tried:
             divided = run.settled_as(None).cut_into(cut)
             report = predictor.of_resolved(divided)
             tried[cut] = max(one.needed / rooms[place % len(rooms)] for place, one in _of_stages(report, run))
             cut = _best_cut(divided, report, rooms)
-        return run.cut_into(min(tried, key=lambda cut: (tried[cut], [stage.stop for stage in cut])))
+        self._cut = min(tried, key=lambda cut: (tried[cut], [stage.stop for stage in cut]))
+        return run.cut_into(self._cut)
 
     def of(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run for the routing that `end` says, without simulating the allocator; `UserError` if
         it cannot be resolved or predicted."""
-        return self.of_resolved(self.resolve(config))
+        return self.of_resolved(self.divided(self.resolve(config)))
 
     def of_resolved(self, run: ResolvedRun) -> MemoryReport:
         """Predict as `of` does, a run that is resolved already."""
@@ -88,7 +93,7 @@ class Predictor:
 
     def whole(self, config: RunConfig) -> MemoryReport:
         """Predict a whole report, whatever `end` says: for all routings that are possible, the allocator simulated."""
-        return self._kept(self.resolve(config), self.routing, simulated=True)
+        return self._kept(self.divided(self.resolve(config)), self.routing, simulated=True)
 
     def _kept(self, run: ResolvedRun, routing: AssumedRouting, *, simulated: bool) -> MemoryReport:
         """Read the report of a run from disk; if it is not there, trace the run and write it."""
@@ -136,4 +141,6 @@ def _best_cut(run: ResolvedRun, report: MemoryReport, rooms: Sequence[int]) -> t
         layers |= zip(run.held_layers(place), rank.layers, strict=True)
         each = len(stages) // pp
         needs.append(((rank.needed - sum(rank.layers)) // each, rooms[place % len(rooms)] // each))
-    return least_stages([layers[layer] for layer in sorted(layers)], [needs[place % pp] for place in range(len(stages))])
+    return least_stages(
+        [layers[layer] for layer in sorted(layers)], [needs[place % pp] for place in range(len(stages))]
+    )

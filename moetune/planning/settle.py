@@ -92,7 +92,9 @@ def with_stages(config: RunConfig, device_type: DeviceType, before: ParallelConf
     if run.problems:
         return config
     gpu = catalog_name(torch.device(device_type)) if device_type == "cuda" and not config.hardware.names else None
-    return changed(config, {"parallel.stages": Predictor(gpu, device_type=device_type).divided(run).config.parallel.stages})
+    return changed(
+        config, {"parallel.stages": Predictor(gpu, device_type=device_type).divided(run).config.parallel.stages}
+    )
 
 
 def settled_on(run: ResolvedRun, device: torch.device, before: TrainConfig | None = None) -> ResolvedRun:

@@ -1,5 +1,7 @@
 """Pipelines against one process: whole runs, checkpoints read by other layouts, predictions; and what is refused."""
 
+from collections.abc import Callable
+from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.memory.predict import predict_memory
+from moetune.models.catalog.gpus import find_gpu
 from moetune.models.dry_run import flow_of
 from moetune.models.stack import StageLayers, every_layer
 from moetune.models.structure import meta_model
-from moetune.models.catalog.gpus import find_gpu
 from moetune.parallel.ranks import Ranks
 from moetune.planning.predictor import Predictor
 from moetune.run.resolve import resolve
@@ -76,6 +78,46 @@ def test_a_pipeline_trains_as_one_process(
     for name, parallel in (("one", {}), ("two", SCHEDULES[schedule])):
         pipelines.run(pipelines.config_of(model, data, tmp_path / name, adapt, parallel, 5, **sections))
     assert_same(tmp_path / "one", tmp_path / "two", 5)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **SCHEDULES,
+    "four ranks": {"pp": 4},
+    "four ranks, gpipe": {"pp": 4, "schedule": "gpipe"},
+    "replicas": {"pp": 2, "replicate": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Model type -> folder with a toy, and its runs on one rank, by what trains; the last two layers' experts, so that
+    with two stages nothing trains in the first."""
+
+    @cache
+    def made(model_type: str) -> Path:
+        folder = tmp_path_factory.mktemp(model_type)
+        pipelines.write_toy(folder / "model", model_type)
+        pipelines.run(*(toy_config_of(folder, data, adapt, folder / adapt, {}) for adapt in small.ADAPT))
+        return folder
+
+    return made
+
+
+def toy_config_of(folder: Path, data: Path, adapt: str, output: Path, parallel: dict[str, Any]) -> RunConfig:
+    last = {"adapt": {"router": "none", "experts": {"layers": "2-3", "ids": [0, 1]}}} if adapt == "experts" else {}
+    return pipelines.config_of(folder / "model", data, output, adapt, parallel, **last)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid"])
+def test_every_kind_of_model_in_every_layout(
+    model_type: str, layout: str, of_one_rank: Callable[[str], Path], data: Path, tmp_path: Path
+) -> None:
+    folder = of_one_rank(model_type)
+    pipelines.run(*(toy_config_of(folder, data, adapt, tmp_path / adapt, LAYOUTS[layout]) for adapt in small.ADAPT))
+    for adapt in small.ADAPT:
+        assert_same(folder / adapt, tmp_path / adapt, 10)
 
 
 @pytest.mark.full

@@ -131,7 +131,7 @@ def faked(
     without = () if gpu is None else run.config.hardware.without_kernels
     with using_kernels(but=without), fake_ranks(run.config.parallel, rank) as ranks:
         short = None
-        if shortened and (run.config.parallel.pp > 1 or is_even and can_be_shortened(run.config)):
+        if shortened and (run.config.parallel.pp > 1 or (is_even and can_be_shortened(run.config))):
             short = shorten(run, ranks, whole=not (is_even and can_be_shortened(run.config)))
         adapted = build_fake(run if short is None else short.run, mode, ranks, None if gpu is None else gpu.capability)
         with (
@@ -161,8 +161,4 @@ def can_be_shortened(config: RunConfig) -> bool:
     They may not where a tensor grows with the number of layers: DeepSpeed concatenates all trained weights in one flat
     tensor, and router losses are computed from the router logits of all layers.
     """
-    return not (
-        config.parallel.engine == "deepspeed"
-        or config.train.router_aux_loss
-        or config.train.router_z_loss
-    )
+    return not (config.parallel.engine == "deepspeed" or config.train.router_aux_loss or config.train.router_z_loss)
