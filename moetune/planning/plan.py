@@ -256,9 +256,9 @@ def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
 def _ranked(found: list[Candidate]) -> list[Candidate]:
     """Sort candidates, and leave out those that a better one beats.
 
-    The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; speed, fastest
-    first; rows of a micro-batch, most first. A candidate is beaten by another one for the same goal, from an earlier
-    strategy or a faster one that differs only in how it is divided over GPUs, that
+    The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; speed,
+    fastest first; rows of a micro-batch, most first. A candidate is beaten by another one for the same goal, from an
+    earlier strategy or a faster one that differs only in how it is divided over GPUs, that
     trains at least as much (two percent less count as equal) and costs no more (`Strategy.costs`); for LoRA and
     routers, also with at least as many rows in a micro-batch.
     """

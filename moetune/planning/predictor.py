@@ -57,9 +57,9 @@ class Predictor:
         """Return a run with stages in place of `parallel.stages: auto`, where that is one: those of which the fullest
         rank needs the least of its GPU.
 
-        Each prediction says what each layer takes, and so which cut would be best if every layer took as much elsewhere,
-        until a cut comes again. The first is the last one that this predictor found, or else one into equal numbers of
-        layers, so the first answer is the same wherever it is asked for.
+        Each prediction says what each layer takes, and so which cut would be best if every layer took as much
+        elsewhere, until a cut comes again. The first is the last one that this predictor found, or else one into equal
+        numbers of layers, so the first answer is the same wherever it is asked for.
         """
         if run.config.parallel.pp == 1 or run.config.parallel.stages != "auto":
             return run

@@ -23,7 +23,8 @@ def settled(run: ResolvedRun, gpu: str | Gpu | None, routing: AssumedRouting = U
     """Return a run with values in place of `auto` in `train.checkpointing`, `train.keep_rows` and
     `train.expert_memory`, the last of `_choices` that surely fits a GPU (None: those of `hardware:`); others unchanged.
 
-    Before that the stages of a pipeline are settled (`Predictor.divided`). A run of which the first choice does not surely fit takes that, so its verdict never changes.
+    Before that the stages of a pipeline are cut (`Predictor.divided`). A run of which the first choice does not surely
+    fit takes that, so its verdict never changes.
 
     Raises:
         UserError: the run cannot be predicted.

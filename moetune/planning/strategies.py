@@ -122,7 +122,8 @@ def strategies(
 
     `published` is the storage type in which the model is published, if it is quantized. Experts are trained with FSDP
     alone only where expert parallelism is impossible: every rank then stores all frozen experts, so fewer fit; and not
-    over the stages of a pipeline, which would be cut anew for each number of experts. Stages keep nothing in host memory.
+    over the stages of a pipeline, which would be cut anew for each number of experts. Stages keep nothing in host
+    memory.
     """
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
     for layout in islice(layouts(structure, count), 1 if goal == "experts" else None):

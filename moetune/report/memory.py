@@ -295,13 +295,18 @@ def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
 
 
 def _ranks(report: MemoryReport) -> Table:
-    stages, rows = any(rank.holds for rank in report.ranks), []
-    for numbers, one in alike(report.ranks):
-        sizes = [one.peak_allocated, one.peak_reserved, one.outside_allocator, one.peak_process, *([one.sent] * stages)]
-        card = f" of {one.card.name}, {gib(one.card.usable_bytes)}" if one.card else ""
-        rows.append((f"{numbers}{card}", *([one.holds] * stages), *map(gib, sizes)))
-    heads = ("rank", *(["holds"] * stages), ">allocated", ">reserved", ">outside", ">process", *([">sends"] * stages))
-    return Table(heads, rows)
+    if any(rank.holds for rank in report.ranks):
+        stages = [
+            (f"{numbers}: {one.holds}" + (f"\non {one.card.name}" if one.card else ""), one)
+            for numbers, one in alike(report.ranks)
+        ]
+        rows = [(holds, *map(gib, (one.peak_allocated, one.peak_process, one.sent))) for holds, one in stages]
+        return Table(("rank: its layers", ">allocated", ">process", ">sends a step"), rows)
+    rows = [
+        (numbers, *map(gib, (one.peak_allocated, one.peak_reserved, one.outside_allocator, one.peak_process)))
+        for numbers, one in alike(report.ranks)
+    ]
+    return Table(("rank", ">allocated", ">reserved", ">outside", ">process"), rows)
 
 
 def _times(time: Duration) -> Table:

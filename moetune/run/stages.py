@@ -21,8 +21,8 @@ def stages_a_rank(parallel: ParallelConfig) -> int:
 
 
 def stages_of(parallel: ParallelConfig, layers: int) -> tuple[range, ...]:
-    """Return the decoder layers of each stage; stage s is on the rank s % pp of the axis. `stages: auto` counts as equal
-    numbers of layers: where it cuts is decided by predictions (planning/predictor.py)."""
+    """Return the decoder layers of each stage; stage s is on the rank s % pp of the axis. `stages: auto` counts as
+    equal numbers of layers: where it cuts is decided by predictions (planning/predictor.py)."""
     if parallel.stages != "auto":
         return tuple(range(start, end + 1) for start, end in parallel.stages)
     return least_stages([1] * layers, [(0, 1)] * (parallel.pp * stages_a_rank(parallel)))

@@ -246,8 +246,8 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
     pp, stages = parallel.pp, parallel.stages
     if (gpus := run.config.hardware.gpus) and len(gpus) != pp:
         yield (
-            f"hardware.gpus: {counted(len(gpus), 'card')}, and parallel.pp: {pp}; only the stages of a pipeline, a card for "
-            "each, differ by card: set pp to as many, or gpu: the smallest of the cards"
+            f"hardware.gpus: {counted(len(gpus), 'card')}, and parallel.pp: {pp}; cards of unlike size go with the "
+            "stages of a pipeline, one for each: set pp to as many, or gpu: the smallest of the cards"
         )
     if pp == 1:
         if stages != "auto" and len(stages) > 1:
