@@ -5,11 +5,13 @@ from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble, schedules
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
@@ -154,16 +156,28 @@ def test_other_layouts_go_on_and_the_same_one_bit_by_bit(model: Path, data: Path
     assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-6
 
 
+class _Waited:
+    """Messages whose handles are dropped when they are waited for: NCCL then lets go of the tensors, gloo only so."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self._messages = messages
+
+    def wait(self) -> None:
+        for message in self._messages:
+            message.wait()
+        self._messages = []
+
+
 def measured(configs: list[RunConfig]) -> list[tuple[predicted.Solution, predicted.Counts]]:
-    ranks = Ranks.join(configs[0].parallel, "cpu")
-    return [predicted.measured(config, ranks) for config in configs]
+    ranks, send = Ranks.join(configs[0].parallel, "cpu"), schedules._batch_p2p
+    with patch.object(schedules, "_batch_p2p", lambda ops, desc=None: [_Waited(send(ops))] if ops else []):
+        return [predicted.measured(config, ranks) for config in configs]
 
 
 @pytest.mark.parametrize(
     "schedule", [pytest.param(name, marks=[] if name == "interleaved1f1b" else pytest.mark.full) for name in SCHEDULES]
 )
 def test_a_prediction_is_what_real_ranks_take_and_send(schedule: str, model: Path, tmp_path: Path) -> None:
-    """On rank 0 gloo holds a message that was sent until its handle is dropped; NCCL until it is waited for."""
     configs = [
         pipelines.config_of(model, tmp_path, tmp_path / "out", adapt, SCHEDULES[schedule])
         for adapt in ("experts", "lora")
@@ -174,7 +188,31 @@ def test_a_prediction_is_what_real_ranks_take_and_send(schedule: str, model: Pat
             real, counts = found[rank][number]
             told = predicted.predicted(config, rank, counts)
             assert told.collectives == real.collectives
-            assert told.peak == pytest.approx(real.peak, rel=0.02 if rank == 0 else 1e-3)
+            assert told.peak == pytest.approx(real.peak, rel=1e-3)
+
+
+def frozen_first_stage(rank: int) -> Tensor | None:
+    """The gradient of a stage that trains, behind one that does not, by the interleaved zero-bubble schedule."""
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    layers[0].requires_grad_(False)
+    example = torch.ones(2, 4)
+    stage = PipelineStage(
+        layers[rank], rank, 2, torch.device("cpu"), input_args=(example,) if rank == 0 else (example.clone(),),
+        output_args=(example.clone(),),
+    )  # fmt: skip
+    schedule = ScheduleInterleavedZeroBubble([stage], 2, loss_fn=lambda output, target: output.sum(), scale_grads=False)
+    schedule.step(*([torch.ones(4, 4)] if rank == 0 else []), **({"target": torch.ones(4, 4)} if rank == 1 else {}))
+    return layers[rank].weight.grad
+
+
+def on_a_rank() -> Tensor | None:
+    return frozen_first_stage(torch.distributed.get_rank())
+
+
+@pytest.mark.full
+def test_zero_bubble_schedules_lose_gradients_behind_a_frozen_stage() -> None:
+    """Why `parallel.schedule` has none of them. If this fails, torch has mended it, and they can be offered."""
+    assert world.run(2, on_a_rank)[1] is None
 
 
 def test_a_report_names_the_stages(model: Path, tmp_path: Path) -> None:
