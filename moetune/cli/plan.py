@@ -79,7 +79,7 @@ def plan(
             def show(value: str, report: MemoryReport) -> None:
                 progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
 
-            here = None if solve == "hardware.gpu" else cli.at_hand(gpu, config.hardware.gpu, config.hardware.count)
+            here = None if solve == "hardware.gpu" else cli.at_hand(gpu, config.hardware.names, config.hardware.count)
             card = here or gpu
             solved = solve_for(
                 config, solve, Predictor(card, parse_routing(routing), trainer=of), tight=tight, show=show

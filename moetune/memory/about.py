@@ -56,14 +56,17 @@ def version() -> str:
 def stages(run: ResolvedRun) -> str:
     """Format the stages of a pipeline: layers and micro-batches in flight of each rank, and the bubble's share."""
     parallel, count = run.config.parallel, run.config.train.accumulate
-    virtual = stages_a_rank(parallel)
-    ranks = []
-    for rank in range(parallel.pp):
-        layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in run.stages[rank :: parallel.pp])
-        flying = in_flight(parallel.schedule, parallel.pp, rank, virtual, count)
-        ranks.append(f"layers {layers} ({flying} in flight)")
-    waits = bubble(parallel.pp, virtual, count)
-    return f"{parallel.schedule}: {'; '.join(ranks)}; {waits:.0%} of a step waits for other stages"
+    waits = bubble(parallel.pp, stages_a_rank(parallel), count)
+    ranks = "; ".join(held_by(run, rank) for rank in range(parallel.pp))
+    return f"{parallel.schedule}: {ranks}; {waits:.0%} of a step waits for other stages"
+
+
+def held_by(run: ResolvedRun, pp: int) -> str:
+    """Format the layers and the micro-batches in flight of the rank with the index `pp` on the axis pp."""
+    parallel, count = run.config.parallel, run.config.train.accumulate
+    layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in run.stages[pp :: parallel.pp])
+    flying = in_flight(parallel.schedule, parallel.pp, pp, stages_a_rank(parallel), count)
+    return f"layers {layers} ({flying} in flight)"
 
 
 _WORDS: dict[Kept, str] = {

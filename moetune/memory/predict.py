@@ -1,7 +1,7 @@
 """`predict_memory`: the memory report of a run by trace, for one GPU or each rank of several."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from moetune.adapt.documents import layers_with_state
 from moetune.adapt.guard import as_known
 from moetune.config.schema import RunConfig
 from moetune.errors import counted
-from moetune.memory.about import about
+from moetune.memory.about import about, held_by
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.equal_ranks import by_kind
 from moetune.memory.host import host_of
@@ -21,7 +21,7 @@ from moetune.memory.time.estimate import Duration, duration
 from moetune.memory.trace import Trace, trace
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
-from moetune.parallel.coordinates import data_ranks
+from moetune.parallel.coordinates import Coordinates, data_ranks
 from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.stages import bubble, stages_a_rank
@@ -76,15 +76,16 @@ def predict_memory(
     """
     run = resolve(run, "cuda")
     refuse_unpredictable(run.config)
-    name = gpu or run.config.hardware.gpu
-    card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
-    run = as_known(run, None if name is None else card)
+    names = (gpu,) if gpu else run.config.hardware.names
+    cards = [name if isinstance(name, Gpu) else find_gpu(name) for name in names or ("l40s",)]
+    card = cards[0]
+    run = as_known(run, card if names else None)
     run = run.keeping({}) if is_open(run.config.train) else run
     config = run.config
     common = {
         "model": config.model.path,
         "about": about(run, card.capability),
-        "gpu": None if name is None else GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value),
+        "gpu": GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value) if names else None,
         "assumptions": (
             f"routing: {routing.name}" + (f", at most {routing.highest.name}" if routing.highest else ""),
             f"every sequence has train.sequence_length = {config.train.sequence_length} tokens"
@@ -92,7 +93,7 @@ def predict_memory(
             *_by_documents(run),
             *["activations are not quantized, as the checkpoint's settings say for inference"]
             * run.model.source.quantization.has_activations,
-            *card.assumptions,
+            *dict.fromkeys(line for one in cards for line in one.assumptions),
         ),
         "notes": tuple(
             f"the kernel of {operator} is not used: torch's operations run in its place (hardware.without_kernels)"
@@ -100,15 +101,17 @@ def predict_memory(
         ),
     }
 
+    card_of = [cards[Coordinates.of(config.parallel, rank).pp % len(cards)] for rank in range(config.parallel.ranks)]
+
     def traced(assumed: AssumedRouting) -> dict[int, Trace]:
-        return by_kind(run, assumed, lambda rank: tracing(run, assumed, rank=rank, gpu=card))
+        return by_kind(run, assumed, lambda rank: tracing(run, assumed, rank=rank, gpu=card_of[rank]))
 
     by_rank = traced(routing)
     allocator = (allocator or allocator_here("expandable")) if simulated else None
-    report = _reported(run, card, by_rank, allocator, common)
+    report = _reported(run, card_of, by_rank, allocator, common)
     if run.structure.moe_layers:
-        report = replace(report, unknowns=(*_of_routing(routing, by_rank, report.load.gpu, traced), *report.unknowns))
-    if name is not None and card.bandwidth is None:
+        report = replace(report, unknowns=(*_of_routing(routing, by_rank, report, traced), *report.unknowns))
+    if names and (card := next((one for one in cards if one.bandwidth is None), card)).bandwidth is None:
         cards = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {cards}" if cards else ""
         note = f"no time estimate: a memory size does not determine a card's speed{named}"
@@ -126,25 +129,36 @@ def _by_documents(run: ResolvedRun) -> list[str]:
 
 
 def _reported(
-    run: ResolvedRun, card: Gpu, found: dict[int, Trace], allocator: Allocator | None, common: dict[str, Any]
+    run: ResolvedRun, cards: list[Gpu], found: dict[int, Trace], allocator: Allocator | None, common: dict[str, Any]
 ) -> MemoryReport:
     """Build the report from the trace of each rank.
 
     Args:
+        cards: the GPU of each rank.
         found: rank -> its trace. Ranks of equal memory share one `Trace` object.
         allocator: the allocator to simulate; None for none.
         common: arguments of `MemoryReport` that do not depend on the traces.
     """
-    outside = outside_allocator(run.config.parallel, card)
-    capacity = None if common["gpu"] is None else card.memory.value - outside
+    parallel = run.config.parallel
+    are_unlike = len({card.name for card in cards}) > 1
     seen: dict[int, RankMemory] = {}
     ranks = []
     for rank, traced in found.items():
         if id(traced) not in seen:
-            seen[id(traced)] = rank_memory(traced, card, outside, allocator, largest_quantized(run), capacity)
+            card = cards[rank]
+            outside = outside_allocator(parallel, card)
+            capacity = None if common["gpu"] is None else card.memory.value - outside
+            seen[id(traced)] = replace(
+                rank_memory(traced, card, outside, allocator, largest_quantized(run), capacity),
+                holds=held_by(run, Coordinates.of(parallel, rank).pp) if parallel.pp > 1 else "",
+                card=GpuMemory(card.full_name, card.memory.value) if are_unlike else None,
+            )
         ranks.append(replace(seen[id(traced)], rank=rank))
-    fullest = found[max(ranks, key=lambda rank: rank.peak_process).rank]
+    tightest = max(ranks, key=lambda rank: rank.peak_process - rank.usable)
+    fullest, card = found[tightest.rank], cards[tightest.rank]
     assert fullest.load is not None
+    if tightest.card is not None:
+        common["gpu"] = tightest.card
     pinned = max(rank.host_bytes for rank in ranks)
     host = host_of(run.config.hardware, card, max(fullest.load.host, pinned), pinned, len(ranks))
     assumptions = list(common.pop("assumptions"))
@@ -162,30 +176,32 @@ def _reported(
         timeline=fullest.timeline(),
         phases=fullest.phases(),
         collectives=fullest.collectives,
-        time=None if common["gpu"] is None else slowest(run.config, found.values(), card),
+        time=None if common["gpu"] is None else slowest(run.config, found, cards),
     )
 
 
 def _of_routing(
     routing: AssumedRouting,
     expected: dict[int, Trace],
-    loading: int,
+    report: MemoryReport,
     traced: Callable[[AssumedRouting], dict[int, Trace]],
 ) -> Iterator[Unknown]:
     """Yield, as an `Unknown`, by how much the peak is lower for `routing.lowest` and higher for `routing.highest`.
 
-    Nothing is yielded if the routing has neither. The peak for a routing is that of the rank that then needs most.
+    Nothing is yielded if the routing has neither. The peak for a routing is that of the rank that then needs most,
+    beyond what its GPU has if the ranks have unlike ones.
 
     Args:
         expected: rank -> its trace with `routing`.
-        loading: bytes of the peak while weights are loaded, below which no step matters.
+        report: with `expected`; below its peak while weights are loaded no step matters.
         traced: returns rank -> its trace with another routing.
     """
     if not (routing.lowest or routing.highest):
         return
 
     def most(by_rank: dict[int, Trace]) -> int:
-        return max(loading, *(trace.parts().total for trace in by_rank.values()))
+        beyond = (trace.parts().total - report.ranks[rank].usable for rank, trace in by_rank.items())
+        return max(report.load.gpu - report.fullest.usable, *beyond)
 
     peak = most(expected)
     low, high = (peak if one is None else most(traced(one)) for one in (routing.lowest, routing.highest))
@@ -203,9 +219,10 @@ def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
     return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives), waits)
 
 
-def slowest(config: RunConfig, traces: Iterable[Trace], card: Gpu) -> Duration | None:
-    """Return the longest `time_of` of the ranks, of which some may share a trace."""
-    times = [time_of(config, traced, card) for traced in {id(traced): traced for traced in traces}.values()]
+def slowest(config: RunConfig, found: Mapping[int, Trace], cards: Sequence[Gpu]) -> Duration | None:
+    """Return the longest `time_of` of the ranks, given the trace of each, which some may share, and its GPU."""
+    first = {id(traced): rank for rank, traced in reversed(found.items())}
+    times = [time_of(config, found[rank], cards[rank]) for rank in first.values()]
     return max((time for time in times if time is not None), key=lambda time: time.seconds.slow, default=None)
 
 

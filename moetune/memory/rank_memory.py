@@ -57,6 +57,8 @@ def rank_memory(
         peak_reserved=reserved,
         host_bytes=found.host_peak,
         terms=(*terms_of(found), term),
+        layers=found.by_layer(),
+        sent=sum(one.bytes for one in found.collectives),
     )
 
 

@@ -39,8 +39,7 @@ def predict(
         NotTraceable: the model's own code reads values of tensors, which fake tensors do not have.
     """
     run = resolve(run, "cuda")
-    if (card := gpu or run.config.hardware.gpu) is not None:
-        run = settled(run, card, routing)
+    run = settled(run, gpu, routing) if gpu or run.config.hardware.names else Predictor().divided(run)
     predictor = Predictor(gpu, routing)
     if allocator is None:
         report = predictor.whole_of_resolved(run)

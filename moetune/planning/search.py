@@ -168,15 +168,18 @@ class Search:
         larger = found.next_larger
         if larger is not None:
             larger = replace(larger, report=self.predictor.whole(larger.config))
-        return replace(found, report=self.predictor.whole(found.config), next_larger=larger)
+        config = found.config
+        if (stages := self.predictor.divided(self.predictor.resolve(config)).config.parallel.stages) != "auto":
+            config = changed(config, {"parallel.stages": stages})
+        return replace(found, config=config, report=self.predictor.whole(config), next_larger=larger)
 
     def _candidate(self, strategy: Strategy, sizes: Sequence[Size], report: MemoryReport) -> Candidate:
         """Return the candidate that trains the first of the sizes, with the largest micro-batch in `ROWS` that fits,
-        and `train.accumulate` divided by it (at least 1)."""
+        and `train.accumulate` divided by it (at least 1, and one for each stage of a pipeline)."""
         config = self._run(strategy, sizes[0])
 
         def with_rows(rows: int) -> RunConfig:
-            accumulate = max(1, config.train.accumulate // rows)
+            accumulate = max(config.parallel.pp, config.train.accumulate // rows)
             return changed(config, {"train.micro_batch": rows, "train.accumulate": accumulate})
 
         # Layers with a state take as long for each document whatever the size, so of such models only one row is tried.

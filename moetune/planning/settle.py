@@ -4,7 +4,7 @@
 import torch
 
 from moetune.config.memory_size import parse_size
-from moetune.config.schema import TrainConfig
+from moetune.config.schema import ParallelConfig, RunConfig, TrainConfig
 from moetune.experts.bank import MOST_AT_ONCE
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.measurement.measure import catalog_name
@@ -12,24 +12,29 @@ from moetune.memory.trace import NotTraceable
 from moetune.models.catalog.gpus import Gpu
 from moetune.planning.fit import last_that_fits, surely_left
 from moetune.planning.predictor import Predictor
+from moetune.planning.savings import changed
+from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import NOTHING, Keepable, Kept, is_open
+from moetune.run.resolve import examine
 from moetune.run.resolved import LEAST_EXPERT_MEMORY, ResolvedRun
 from moetune.run.validation import layer_by_layer_problems
 
 
-def settled(run: ResolvedRun, gpu: str | Gpu, routing: AssumedRouting = UNKNOWN) -> ResolvedRun:
+def settled(run: ResolvedRun, gpu: str | Gpu | None, routing: AssumedRouting = UNKNOWN) -> ResolvedRun:
     """Return a run with values in place of `auto` in `train.checkpointing`, `train.keep_rows`, `train.layer_by_layer`
-    and `train.expert_memory`, the last of `_choices` that surely fits a GPU; others unchanged.
+    and `train.expert_memory`, the last of `_choices` that surely fits a GPU (None: those of `hardware:`); others
+    unchanged.
 
-    A run of which the first choice does not surely fit takes that, so its verdict never changes.
+    Before that the stages of a pipeline are cut (`Predictor.divided`). A run of which the first choice does not surely
+    fit takes that, so its verdict never changes.
 
     Raises:
         UserError: the run cannot be predicted.
     """
-    choices = _choices(run)
+    predictor = Predictor(gpu, routing, "high", run.device_type)
+    choices = _choices(predictor.divided(run))
     if len(choices) == 1:
         return choices[0]
-    predictor = Predictor(gpu, routing, "high", run.device_type)
     last, _ = last_that_fits(
         len(choices),
         lambda number: predictor.of_resolved(choices[number]),
@@ -92,6 +97,21 @@ def _expert_memories(run: ResolvedRun) -> list[str]:
     return [f"{-(-size >> 20)}MiB" for size in (*sizes, most)] if sizes else []
 
 
+def with_stages(config: RunConfig, device_type: DeviceType, before: ParallelConfig | None) -> RunConfig:
+    """Return a configuration with stages in place of `parallel.stages: auto`: those of `before`, with which the run was
+    interrupted, if its pipeline is the same; else as predicted. A run with other problems stays as it is."""
+    parallel = config.parallel
+    if before is not None and (before.pp, before.schedule) == (parallel.pp, parallel.schedule):
+        return changed(config, {"parallel.stages": before.stages})
+    run = examine(config, device_type)
+    if run.problems:
+        return config
+    gpu = catalog_name(torch.device(device_type)) if device_type == "cuda" and not config.hardware.names else None
+    return changed(
+        config, {"parallel.stages": Predictor(gpu, device_type=device_type).divided(run).config.parallel.stages}
+    )
+
+
 def settled_on(run: ResolvedRun, device: torch.device, before: TrainConfig | None = None) -> ResolvedRun:
     """Return `settled` for the GPU in `hardware.gpu`, or for `device` if that is not set.
 
@@ -106,7 +126,7 @@ def settled_on(run: ResolvedRun, device: torch.device, before: TrainConfig | Non
         is_open(run.config.train) or run.config.train.expert_memory == "auto" or _copies_anew(run)
     ):
         return as_before
-    gpu = run.config.hardware.gpu or catalog_name(device)
+    gpu = None if run.config.hardware.names else catalog_name(device)
     try:
         if before is not None and surely_left(Predictor(gpu, end="high").of_resolved(as_before)) >= 0:
             return as_before

@@ -110,7 +110,7 @@ def solve(
         UserError: the key is not in `KEYS`, the run file has no such setting, or no GPU is named.
     """
     config, predictor = run if isinstance(run, RunConfig) else load_run_config(run), predictor or Predictor()
-    if key != "hardware.gpu" and (predictor.gpu or config.hardware.gpu) is None:
+    if key != "hardware.gpu" and not (predictor.gpu or config.hardware.names):
         raise UserError("--solve needs a card: give --gpu, or hardware.gpu in the run file")
     axis = axis_of(predictor.resolve(config), key)
     if key == "hardware.gpu":

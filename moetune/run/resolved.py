@@ -15,7 +15,6 @@ from moetune.config.memory_size import parse_size
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
 from moetune.config.schema import OptimizerConfig, Part, Storage, TrainConfig
 from moetune.errors import UserError
-from moetune.formats.table import FORMATS
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
 from moetune.models.source import ModelSource
@@ -202,12 +201,8 @@ class ResolvedRun:
         left_out = [layer for number, layer in enumerate(every_layer(self.model.plain).values()) if number in layers]
         plain = copy.deepcopy(self.model.plain, {id(layer): layer for layer in left_out})  # these are not copied
         leave_out(plain, layers)
-        config = self.config
-        if config.parallel.pp > 1:  # what remains would be divided otherwise
-            config = config.but(parallel={"stages": [(stage.start, stage.stop - 1) for stage in self.stages]})
         return replace(
             self,
-            config=config,
             model=replace(self.model, plain=plain, structure=structure),
             selection=selection,
             parts=parts_by_name(structure, selection),
@@ -222,32 +217,21 @@ class ResolvedRun:
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
-        """The decoder layers of each stage of the pipeline; one stage with all layers without `parallel.pp`.
+        """The decoder layers of each stage of the pipeline; one stage with all layers without `parallel.pp`."""
+        return stages_of(self.config.parallel, self.structure.num_layers)
 
-        With `stages: auto` they follow from the bytes of weights and, for what trains in full, of gradients and two
-        float32 states.
-        """
+    def cut_into(self, stages: Iterable[range]) -> "ResolvedRun":
+        """Return a copy of the run with these stages of the pipeline, in place of `parallel.stages: auto`."""
+        pairs = tuple((stage.start, stage.stop - 1) for stage in stages)
+        return replace(self, config=self.config.but(parallel={"stages": pairs}))
+
+    def held_layers(self, pp: int) -> dict[int, int]:
+        """Return decoder layer -> stage, for the layers of the rank with the index `pp` on the axis pp, in order; all
+        layers without `parallel.pp`."""
         if self.config.parallel.pp == 1:
-            return (range(self.structure.num_layers),)
-        width, packed = self.dtype.itemsize, {f"{path}.weight": one for path, one in self.quantized_linears.items()}
-        chosen = {layer.index: len(self.selection.experts.get(layer.index, ())) for layer in self.structure.moe_layers}
-        totals = {layer.index: layer.shape.num_experts for layer in self.structure.moe_layers}
-        layers, outside = [0.0] * self.structure.num_layers, dict[bool, float]()
-        for one in self.structure.parameters:
-            share = float(one.name in self.selection.full)
-            if one.component == "experts" and one.layer is not None:
-                share = chosen[one.layer] / totals[one.layer]
-                packed[one.name] = self.config.model.storage_of("experts", one.layer)
-            stored = FORMATS[packed[one.name]].bits / 8 if one.name in packed else width
-            size = one.numel * (share * (2 * width + 8) + (1 - share) * stored)
-            if one.layer is None:
-                is_first = one.name == self.embedding
-                outside[is_first] = outside.get(is_first, 0) + size
-                if is_first and one.name in self.structure.tied.values():
-                    outside[False] = outside.get(False, 0) + size
-            else:
-                layers[one.layer] += size
-        return stages_of(self.config.parallel, [*map(int, layers)], int(outside[True]), int(outside.get(False, 0)))
+            return dict.fromkeys(range(len(every_layer(self.model.plain))), 0)
+        numbers = range(pp, len(self.stages), self.config.parallel.pp)
+        return {layer: number for number in numbers for layer in self.stages[number]}
 
     @property
     def trains_before_stages(self) -> tuple[bool, ...]:

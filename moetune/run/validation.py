@@ -270,6 +270,11 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
     """Yield a line for each reason why the model's layers cannot be divided over the stages of a pipeline."""
     parallel, train, layers = run.config.parallel, run.config.train, run.structure.num_layers
     pp, stages = parallel.pp, parallel.stages
+    if (gpus := run.config.hardware.gpus) and len(gpus) != pp:
+        yield (
+            f"hardware.gpus: {counted(len(gpus), 'card')}, and parallel.pp: {pp}; cards of unlike size go with the "
+            "stages of a pipeline, one for each: set pp to as many, or gpu: the smallest of the cards"
+        )
     if pp == 1:
         if stages != "auto" and len(stages) > 1:
             yield f"parallel.stages: {len(stages)} stages, and pp: 1; set pp, the number of ranks, or leave stages out"

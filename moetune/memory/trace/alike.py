@@ -58,17 +58,19 @@ class Shortened:
     stack: Stack
 
 
-def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
+def shorten(run: ResolvedRun, ranks: Ranks, *, whole: bool = False) -> Shortened:
     """Return a run without the decoder layers for which identical layers can stand.
 
     Of `ranks` only the traced rank's positions on the axes `ep` and `pp` matter, which decide the experts and layers
-    that it holds: the stack is that of its own layers, numbered from 0.
+    that it holds: the stack is that of its own layers, numbered from 0. Layers of different stages of a pipeline never
+    stand for each other. Layers on other ranks are not left out yet, because what trains in them matters. With
+    `whole` every layer runs.
     """
-    at, kinds = ranks.coordinates, kinds_of(run, ranks.coordinates.ep)
-    pp = run.config.parallel.pp
-    mine = [*range(len(kinds))] if pp == 1 else [layer for stage in run.stages[at.pp :: pp] for layer in stage]
-    stack = Stack.of([kinds[layer] for layer in mine])
-    return Shortened(run.without_layers(set(range(len(kinds))) - {mine[number] for number in stack.kept}), stack)
+    kinds = kinds_of(run, ranks.coordinates.ep)
+    mine = run.held_layers(ranks.coordinates.pp)
+    stack = Stack.whole(len(mine)) if whole else Stack.of([(stage, kinds[layer]) for layer, stage in mine.items()])
+    layers = [*mine]
+    return Shortened(run.without_layers(set(layers) - {layers[number] for number in stack.kept}), stack)
 
 
 @cache

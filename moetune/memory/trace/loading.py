@@ -48,7 +48,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     structure, model, published = run.structure, run.config.model, run.model.source.quantization
     on_gpu, on_host = (traced.loaded(on_host=where) for where in (False, True))
     dtype = torch.float32 if model.dtype == "fp32" else torch.bfloat16  # `auto` is bf16 on a GPU
-    outside = max(part.numel for part in structure.parameters if part.layer is None)
+    outside = max((part.numel for part in structure.parameters if part.layer is None), default=0)
     stored_as = {layer: model.storage_of("experts", layer.index) for layer in structure.moe_layers}
     kinds = {(x.shape, one, one == storage_in(published.base, "experts", x.index)) for x, one in stored_as.items()}
     if model.weights == "random":

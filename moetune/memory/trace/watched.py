@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,13 +114,15 @@ class Watched:
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad and tracker.phase == "forward":
                 hidden.register_hook(lambda gradient: cut(layer, backward=True))
-            if layer == numbers[-1]:
+            if layer not in follows.values():
                 cut(layer, at_last=True)
 
         # A layer's end is recorded where the next layer begins, because only then has the model freed its input.
         # `prepend` puts these hooks before FSDP2's: gathering weights is part of the layer that needs them.
-        numbers, hooks = list(self.layers), []
-        for before, (number, layer) in zip([OUTSIDE, *numbers], self.layers.items(), strict=False):
+        hooks, stages = [], [*self.adapted.run.held_layers(self.adapted.ranks.coordinates.pp).values()]
+        follows = {later: layer for layer, later in pairwise(self.layers) if stages[layer] == stages[later]}
+        for number, layer in self.layers.items():
+            before = follows.get(number, OUTSIDE)
             hooks.append(layer.register_forward_pre_hook(partial(begin, before=before), prepend=True))
             hooks.append(layer.register_forward_hook(partial(end, layer=number), prepend=True))
         try:

@@ -2,6 +2,7 @@
 several."""
 
 from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] =
     "fsdp, ep, on the host": ({"router": "all"}, {"fsdp": 2, "ep": 2}, 2, NF4_ON_HOST),
     "replicas, ep": (EXPERTS, {"ep": 2, "replicate": 2}, 1, NF4),
     "tp, ep": (LORA, {"tp": 2, "ep": 2}, 1, FP32),
+    "stages": (SOME, {"pp": 2}, 4, NF4),
+    "three stages": (LORA, {"pp": 3}, 6, NF4),
+    "several stages each": (LORA, {"pp": 2, "schedule": "interleaved1f1b"}, 4, NF4),
 }
 ON_A_PUSH = (
     "turns",
@@ -78,6 +82,8 @@ ON_A_PUSH = (
     "layer by layer, inputs on the host",
     "fsdp, ep",
     "fsdp, ep, on the host",
+    "three stages",
+    "several stages each",
     "experts of other layers than the neighbours, on the host",
 )
 
@@ -131,14 +137,15 @@ def test_one_rank(case: str, tmp_path: Path) -> None:
 )
 def test_several_ranks(layout: str, tmp_path: Path) -> None:
     adapt, parallel, accumulate, stored = LAYOUTS[layout]
-    count = parallel.get("fsdp", 1) * parallel.get("tp", 1) * parallel.get("replicate", 1)
+    count = prod(parallel.get(axis, 1) for axis in ("fsdp", "tp", "replicate", "pp"))
     sections = {"parallel": parallel, "hardware": {"count": count}, "train": {"accumulate": accumulate}}
-    sizes = {"num_hidden_layers": 9 if adapt is EXPERTS else 6, "intermediate_size": 64}
+    sizes = {"num_hidden_layers": 12 if "pp" in parallel else 9 if adapt is EXPERTS else 6, "intermediate_size": 64}
     model = write_toy(tmp_path, "mixtral", experts=2, **sizes)
     config = toy_run(model, "mixtral", adapt, **sections, model=stored)
-    short, whole = trace(config, gpu=CARD), trace(config, shortened=False, gpu=CARD)
-    same(short, whole)
-    assert short.collectives == whole.collectives
+    for rank in range(parallel.get("pp", 1)):
+        short, whole = (trace(config, gpu=CARD, rank=rank, shortened=shortened) for shortened in (True, False))
+        same(short, whole)
+        assert short.collectives == whole.collectives
 
 
 @pytest.mark.full
