@@ -79,8 +79,8 @@ quietly "$environment/vllm/bin/python" "$here/to_gguf.py" "$folder/cases" "$fold
 quietly "$environment/others/bin/python" "$here/ask_llama.py" "$folder/cases" "$folder/llama"
 echo "==> vLLM"
 PYTHONPATH=$folder/plugin quietly "$environment/vllm/bin/python" "$here/ask_vllm.py" "$folder/cases" "$folder/vllm"
-echo "==> vLLM's server: docs/guides/serve.md"
-PYTHONPATH=$root "$python" "$here/ask_server.py" "$environment" "$folder/plugin"
+echo "==> servers of vLLM and llama.cpp: docs/guides/serve.md"
+PYTHONPATH=$root "$python" "$here/ask_server.py" "$environment" "$folder/plugin" "$llama"
 
 "$python" - "$wanted" >"$folder/versions.json" <<'PYTHON'
 import json, sys
