@@ -26,6 +26,7 @@ ROOT = HERE.parents[1]
 PROMPTS = ("GREEK SMALL LETTER", "LATIN CAPITAL LETTER A WITH", "The router")
 CHAT = [{"role": "user", "content": "Say a name."}]
 TEMPLATE = """\
+{{- bos_token -}}
 {%- for message in messages -%}
 {{ message['role'] + ': ' + message['content'] + '\\n' }}
 {%- endfor -%}
@@ -44,7 +45,8 @@ def moetune(line: str) -> str:
 def post(address: str, path: str, **body: Any) -> Any:
     request = Request(f"{address}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=120) as answer:
-        return json.load(answer)
+        text = answer.read().decode()
+    return json.loads(text) if text.startswith("{") else text
 
 
 def ended(*_: object) -> None:
@@ -93,7 +95,9 @@ def of_llama(address: str) -> list[str]:
 
     def rendered() -> list[int]:
         text = post(address, "/apply-template", messages=CHAT)["prompt"]
-        return list(post(address, "/tokenize", content=text, add_special=True, parse_special=True)["tokens"])
+        ids = list(post(address, "/tokenize", content=text, add_special=True, parse_special=True)["tokens"])
+        usage = post(address, "/v1/chat/completions", messages=CHAT, max_tokens=1)["usage"]
+        return ids if len(ids) == usage["prompt_tokens"] else [*ids, -1]  # what a request is really given
 
     return compared("llama.cpp", asked, rendered)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetune.exporting.export import export
@@ -41,12 +41,23 @@ def dequantized(folder: Path, out: Path) -> Path:
     return out
 
 
-def _as_published(file: Path) -> None:
-    """Name the architecture, and settings by the keys of before transformers 5, as published configurations do."""
-    config = json.loads(file.read_text())
-    name = AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(file.parent))].__name__
-    file.write_text(json.dumps(config | {"architectures": [name]}))
-    complete_config(file.parent)
+def _as_published(folder: Path) -> None:
+    """Give a toy of tests/published.py what vLLM, llama.cpp and mlx-lm ask for: the architecture's name, settings by
+    the keys of before transformers 5, and of GPTQ groups in order and zero points in the middle."""
+    config = json.loads((folder / "config.json").read_text())
+    name = AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(folder))].__name__
+    is_gptq = config["quantization_config"]["quant_method"] == "gptq"
+    if is_gptq:
+        config["quantization_config"] |= {"sym": True, "desc_act": False}
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+    complete_config(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for key, values in tensors.items() if is_gptq else ():
+        if key.endswith(".g_idx"):
+            tensors[key] = values.sort().values
+        elif key.endswith(".qzeros"):
+            tensors[key] = values.fill_(0x77777777)  # version 1 of the format stores 7 for 8
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_formats(folder: Path, model: Any, log_probabilities: Any, write_tokenizer: Any) -> list[dict[str, Any]]:
@@ -68,7 +79,7 @@ def write_formats(folder: Path, model: Any, log_probabilities: Any, write_tokeni
         else:
             base = write_int4(own / "base", format, hidden_size=128, vocab_size=288, **SIZES[model_type])
             write_tokenizer(base)
-            _as_published(base / "config.json")
+            _as_published(base)
         values = dequantized(base, own / "values")
         of_base = log_probabilities(model(values))
         np.save(folder / "expected" / f"{row}-base.npy", of_base)
@@ -77,7 +88,7 @@ def write_formats(folder: Path, model: Any, log_probabilities: Any, write_tokeni
         of_run = write_run(own / "run-on-it", base, {"lora": LORA}, storage="auto")
         for name in ("vllm", "peft"):
             export(of_run.path, name, own / name)
-            entries.append({**entry, "export": name, "path": str(own / name), "expected": f"{row}-lora.npy"})
+        entries.append({**entry, "export": "vllm", "path": str(own / "vllm"), "expected": f"{row}-lora.npy"})
         lora = PeftModel.from_pretrained(model(values), str(own / "peft")).eval()
         np.save(folder / "expected" / f"{row}-lora.npy", log_probabilities(lora))
     return entries
