@@ -27,10 +27,14 @@ EXPORTS = {
 PROGRAMS = {"vllm": "vLLM", "llama": "llama.cpp", "mlx": "mlx-lm"}
 CHECKED_AS = {"vllm": "vllm", "llama": "llama.cpp"}
 """Program -> its name for `moetune adapter check --for`."""
-READ = {"vllm": ("int4", "gptq", "awq"), "llama": ("int4", "fp8", "nvfp4", "mxfp4"), "mlx": ("mxfp4",)}
+READ = {"vllm": ("int4", "awq"), "llama": ("int4", "gptq", "fp8", "nvfp4", "mxfp4"), "mlx": ("mxfp4",)}
 """Program -> the formats of checkpoints that it reads on a CPU; another one must be refused."""
 KNOWN: dict[tuple[str, str, str], str] = {
     ("mlx", "gpt_oss", "merged"): "it does not take the names of these experts",
+    **dict.fromkeys(
+        (("vllm", "qwen3_moe-gptq", export) for export in ("quantized", "vllm")),
+        "its kernel for GPTQ's linear layers on a CPU is off; with attention in 16 bits it is right",
+    ),
 }
 """(program, model type, export) -> why there is no answer, where that is the program's limit; see adapters.md."""
 
@@ -89,7 +93,7 @@ def problems(entries: list[dict[str, Any]]) -> list[str]:
             )
         else:
             is_wrong = is_right != expected or entry["effect"] < 100 * RIGHT
-            is_wrong &= (entry["program"], entry["type"], entry["export"]) not in KNOWN
+        is_wrong &= (entry["program"], entry["type"], entry["export"]) not in KNOWN
         if is_wrong:
             lines.append(
                 f"{said}: {entry.get('refused', entry.get('difference'))}; check says {entry['check'] or 'yes'}"
@@ -164,7 +168,8 @@ another order, gate in the place of up, no alpha) must make a cell fail. What of
 A checkpoint in a format (int4 to mxfp4: what `export --format merged --into FORMAT` writes; GPTQ and AWQ: toys of
 random bits), and an adapter that was trained on it, beside transformers and PEFT on the dequantized values in float32.
 vLLM computes these in bfloat16, with its emulation of experts in INT4, which a plugin of the script allows on a CPU;
-its other kernels for them need a GPU, or AMX. llama.cpp rounds activations to 8 bits for NVFP4 and MXFP4.
+its other kernels for them need a GPU, or AMX, and that of GPTQ's linear layers is off on a CPU: with attention in 16
+bits the same checkpoint is right, within 0.07. llama.cpp rounds activations to 8 bits for NVFP4 and MXFP4.
 
 """
         text += "\n".join(rows_of(formats, "model type, format")) + "\n"
