@@ -8,7 +8,8 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3.11 -m venv "$folder/venv"
 pip() { "$folder/venv/bin/pip" --quiet "$@"; }
-pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 numpy==2.3.5 sentencepiece==0.2.2 xllamacpp==2026.10.11549
+pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 numpy==2.3.5 sentencepiece==0.2.2 \
+  xllamacpp==2026.10.11549
 pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 --dest "$folder"  # has the converters
 tar --extract --gzip --file "$folder"/llama_cpp_python-*.tar.gz --directory "$folder"
 export HF_HUB_OFFLINE=1 HF_HOME=$folder/home OMP_NUM_THREADS=1
@@ -34,7 +35,8 @@ import conversion.base
 
 # the converter knows tokenizers by a hash, which a toy's is not among; prompts are ids here
 conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "default"
-NAMES = ["<unk>", "<s>", "</s>", *sorted(c for c in pre_tokenizers.ByteLevel.alphabet() if ord(c) < 127 or c == "Ġ"), "Ġt"]
+BYTES = sorted(name for name in pre_tokenizers.ByteLevel.alphabet() if ord(name) < 127 or name == "Ġ")
+NAMES = ["<unk>", "<s>", "</s>", *BYTES, "Ġt"]
 PROMPT = [5, 20, 33, 47, 9, 61]
 
 
@@ -84,7 +86,8 @@ def difference(one, other):
 SIZES = {"vocab_size": len(NAMES), "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
 SIZES |= {"num_key_value_heads": 2, "intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": 8}
 SIZES |= {"num_experts_per_tok": 2, "initializer_range": 0.3}
-VERSIONS = ["torch", torch.__version__, "transformers", transformers.__version__, "peft", peft.__version__, "xllamacpp 2026.10.11549"]
+VERSIONS = ["torch", torch.__version__, "transformers", transformers.__version__, "peft", peft.__version__]
+VERSIONS += ["xllamacpp 2026.10.11549"]
 
 print(*VERSIONS)
 print("expected: after POST /lora-adapters, the answer of the model with the new scale")

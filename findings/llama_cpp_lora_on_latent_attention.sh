@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# llama.cpp (of xllamacpp 2026.10.11549, llama-cpp-python 0.3.36): an adapter on kv_a_proj_with_mqa or q_b_proj of
-# DeepSeek-V3's latent attention is converted and loaded without a message, and the server computes something else than
-# PEFT; the base, and an adapter on o_proj, are right. Hurts adapters of DeepSeek-V3 and of what is built like it; the
-# merged model is served rightly.
+# llama.cpp (of xllamacpp 2026.10.11549, llama-cpp-python 0.3.36): an adapter on q_a_proj, q_b_proj or
+# kv_a_proj_with_mqa of DeepSeek-V3's latent attention is converted and loaded without a message, and not applied: the
+# server answers as the base does. On o_proj it is applied. Hurts adapters of DeepSeek-V3 and of what is built like it,
+# whose attention then is that of the base; the merged model is served rightly.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3.11 -m venv "$folder/venv"
 pip() { "$folder/venv/bin/pip" --quiet "$@"; }
-pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 numpy==2.3.5 sentencepiece==0.2.2 xllamacpp==2026.10.11549
+pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 numpy==2.3.5 sentencepiece==0.2.2 \
+  xllamacpp==2026.10.11549
 pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 --dest "$folder"  # has the converters
 tar --extract --gzip --file "$folder"/llama_cpp_python-*.tar.gz --directory "$folder"
 export HF_HUB_OFFLINE=1 HF_HOME=$folder/home OMP_NUM_THREADS=1
@@ -34,7 +35,8 @@ import conversion.base
 
 # the converter knows tokenizers by a hash, which a toy's is not among; prompts are ids here
 conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "default"
-NAMES = ["<unk>", "<s>", "</s>", *sorted(c for c in pre_tokenizers.ByteLevel.alphabet() if ord(c) < 127 or c == "Ġ"), "Ġt"]
+BYTES = sorted(name for name in pre_tokenizers.ByteLevel.alphabet() if ord(name) < 127 or name == "Ġ")
+NAMES = ["<unk>", "<s>", "</s>", *BYTES, "Ġt"]
 PROMPT = [5, 20, 33, 47, 9, 61]
 
 
@@ -87,7 +89,8 @@ CONFIG = DeepseekV3Config(
     first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64,
     head_dim=64, initializer_range=0.1,
 )
-print("torch", torch.__version__, "transformers", transformers.__version__, "peft", peft.__version__, "xllamacpp 2026.10.11549")
+print("torch", torch.__version__, "transformers", transformers.__version__, "peft", peft.__version__)
+print("xllamacpp 2026.10.11549")
 print("expected: what PEFT computes, whichever layer has the factors")
 torch.manual_seed(0)
 save(AutoModelForCausalLM.from_config(CONFIG), folder / "base")

@@ -7,7 +7,8 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3.11 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 nvidia-modelopt==0.47.0 numpy==2.3.5
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 nvidia-modelopt==0.47.0 numpy==2.3.5 \
+  requests==2.32.5 huggingface_hub==1.5.0  # which modelopt imports, and does not ask for
 "$folder/venv/bin/python" - <<'EOF' 2>/dev/null
 import sys
 
