@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from moetune.adapt.build import Adapted
+from moetune.adapters.files import CHAT_TEMPLATE_FILE
 from moetune.atomic import new_folder
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
@@ -98,7 +99,7 @@ def export(
         else:
             written, survival = write_rounded(run, folder, into)
         if template is not None and format != "delta":
-            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+            (folder / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
     notes = (*run.notes, *written.notes, *_end_warnings(run))
     return ExportResult(format, str(out), run.step, written.tensors, written.bytes, notes, into, survival)
 
