@@ -93,9 +93,8 @@ class _AdaptedLinear(torch.autograd.Function):
         first, second = (None, None) if dx_Np is None else (_alone(A_rp)[1], dx_Np)
         dout_B_Nr = kernels.low_rank(dout_Nq, _alone(B_qr)[1], first, second, second, *rows, ctx.scale)
         dA_rp, dB_qr = torch.empty_like(A_rp), torch.empty_like(B_qr)
-        kernels.low_rank_gradients_(
-            dout_B_Nr, x_Np, xA_Nr, dout_Nq, dA_rp[None, None], dB_qr[None, None], None, None, *rows, ctx.scale
-        )
+        gradients = [gradient.view(1, 1, *gradient.shape) for gradient in (dA_rp, dB_qr)]
+        kernels.low_rank_gradients_(dout_B_Nr, x_Np, xA_Nr, dout_Nq, *gradients, None, None, *rows, ctx.scale)
         return None, None if dx_Np is None else dx_Np.view(x.shape), dA_rp, dB_qr, None
 
 
