@@ -112,8 +112,8 @@ def predict_memory(
     if run.structure.moe_layers:
         report = replace(report, unknowns=(*_of_routing(routing, by_rank, report, traced), *report.unknowns))
     if names and (card := next((one for one in cards if one.bandwidth is None), card)).bandwidth is None:
-        cards = ", ".join(alike_in_size(card))
-        named = f"; give the name of a card of about this size: {cards}" if cards else ""
+        alike = ", ".join(alike_in_size(card))
+        named = f"; give the name of a card of about this size: {alike}" if alike else ""
         note = f"no time estimate: a memory size does not determine a card's speed{named}"
         return replace(report, notes=(*report.notes, note))
     return report
@@ -221,7 +221,7 @@ def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
 
 def slowest(config: RunConfig, found: Mapping[int, Trace], cards: Sequence[Gpu]) -> Duration | None:
     """Return the longest `time_of` of the ranks, given the trace of each, which some may share, and its GPU."""
-    first = {id(traced): rank for rank, traced in reversed(found.items())}
+    first = {id(traced): rank for rank, traced in reversed([*found.items()])}
     times = [time_of(config, found[rank], cards[rank]) for rank in first.values()]
     return max((time for time in times if time is not None), key=lambda time: time.seconds.slow, default=None)
 

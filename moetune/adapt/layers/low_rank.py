@@ -42,7 +42,7 @@ def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float
     kind, bias, A_rp, B_qr = type(base), base._parameters["bias"], A._parameters["weight"], B._parameters["weight"]
     if kind not in (nn.Linear, Linear4bit, QuantizedLinear) or (bias is not None and bias.requires_grad):
         return None
-    weight = None if kind is QuantizedLinear else base._parameters["weight"]
+    weight: Any = None if kind is QuantizedLinear else base._parameters["weight"]
     if kind is nn.Linear and weight.requires_grad:  # quantized weights never train
         return None
     for module in (base, A, B):
@@ -105,7 +105,7 @@ def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:
         return linear.stack.matrix(0, dtype)
     if not isinstance(linear, Linear4bit):
         return linear.weight.to(dtype)
-    weight = linear._parameters["weight"]
+    weight: Any = linear._parameters["weight"]
     state: Any = getattr(weight, "quant_state", None) or linear.quant_state
     absmax, stored = getattr(state, "as_stack", (None, ()))
     if absmax is not state.absmax:  # views, which are made once; a moved state has another
