@@ -50,6 +50,7 @@ def drawn(model: Path, case: Case) -> RunConfig:
                 "accumulate": draw.choice((1, 2)),
                 "micro_batch": draw.choice((1, 2)),
                 "max_grad_norm": draw.choice((0.0, 1.0)),
+                "layer_by_layer": draw.random() < 0.5,
             },
             "data": {"train": "unread", "packing": draw.random() < 0.5},
         }
