@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moetune.inference.evaluate import Evaluation, evaluate
     from moetune.inference.generate import generate
     from moetune.inference.opened import Opened, open_model
+    from moetune.inference.rollouts import vllm_rollouts
     from moetune.memory.report import MemoryReport
     from moetune.planning.plan import Plan, plan
     from moetune.planning.predict import predict
@@ -54,7 +55,8 @@ __all__ = [
     "MoetuneConfig", "Opened", "Outcome", "Plan", "Predictor", "ResolvedConfig", "ResolvedModel", "ResolvedRun",
     "RunConfig", "Scores", "Solved", "TrainResult", "UserError", "apply_delta", "build", "complete", "count", "drift",
     "evaluate", "export", "generate", "load_run_config", "open_model", "plan", "predict", "quantize", "resolve",
-    "score", "solve", "train", "trl_arguments", "trl_model", "trl_tokenizer", "verify", "within_budget",
+    "score", "solve", "train", "trl_arguments", "trl_model", "trl_tokenizer", "verify", "vllm_rollouts",
+    "within_budget",
 ]  # fmt: skip
 
 _HOMES = {

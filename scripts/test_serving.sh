@@ -4,8 +4,8 @@
 #
 #     bash scripts/test_serving.sh [--all]
 #
-# Without --all: Mixtral and gpt-oss, whose checkpoints have experts one by one and stacked. With it: all
-# model types, and the page is written; four minutes of a core, twenty on a busy machine.
+# Without --all: Mixtral and gpt-oss, whose checkpoints have experts one by one and stacked. With it: all model types and
+# quantized formats, and the page is written. Then the servers of `moetune serve`, and GRPO with one of them.
 # Makes .venv-serving/vllm and .venv-serving/others beside .venv, with Python 3.11: five minutes, 4 GB. Does nothing when
 # the same was installed before. SERVING_ENV names another folder, which is taken as it is.
 set -euo pipefail
@@ -79,8 +79,11 @@ quietly "$environment/vllm/bin/python" "$here/to_gguf.py" "$folder/cases" "$fold
 quietly "$environment/others/bin/python" "$here/ask_llama.py" "$folder/cases" "$folder/llama"
 echo "==> vLLM"
 PYTHONPATH=$folder/plugin quietly "$environment/vllm/bin/python" "$here/ask_vllm.py" "$folder/cases" "$folder/vllm"
-echo "==> vLLM's server: docs/guides/serve.md"
-PYTHONPATH=$root "$python" "$here/ask_server.py" "$environment" "$folder/plugin"
+echo "==> servers of vLLM and llama.cpp: docs/guides/serve.md"
+PYTHONPATH=$root "$python" "$here/ask_server.py" "$environment" "$folder/plugin" "$llama"
+
+echo "==> GRPO with vLLM's server: docs/guides/preferences.md"
+PYTHONPATH=$root "$python" "$here/ask_grpo.py" "$environment" "$folder/plugin" 2>"$folder/log" || { tail -n 40 "$folder/log" >&2; exit 1; }
 
 "$python" - "$wanted" >"$folder/versions.json" <<'PYTHON'
 import json, sys

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moetune.config.schema import RunConfig  # noqa: E402
-from moetune.formats.published import sections_with_settings  # noqa: E402
-from moetune.memory.predict import predict  # noqa: E402
+from moetune.formats.source_quantization import sections_with_settings  # noqa: E402
+from moetune.memory.predict import predict_memory  # noqa: E402
 from moetune.memory.report import MemoryReport  # noqa: E402
 from moetune.models.catalog import find_model, model_names  # noqa: E402
 from moetune.models.catalog.gpus import find_gpu  # noqa: E402
@@ -82,7 +82,7 @@ def cell(name: str, way: str) -> dict[str, Any]:
 def traced(config: RunConfig, card: str) -> MemoryReport:
     highest = Predictor().routing.highest
     assert highest is not None
-    return predict(config, gpu=card, routing=highest)
+    return predict_memory(config, gpu=card, routing=highest)
 
 
 def smallest_card(config: RunConfig) -> tuple[str, MemoryReport] | None:

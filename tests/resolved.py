@@ -49,7 +49,7 @@ def verify(config: RunConfig, *more: Any, **options: Any) -> Outcome:
     return verify.verify(resolve(config, this_device()), *more, **options)
 
 
-def write_quantized_base(path: str, out: Path, base: str, double_quant: bool) -> dict[str, Any]:
+def write_quantized_base(path: str, out: Path, base: Any, double_quant: bool) -> dict[str, Any]:
     """Write a quantized copy of the model `path` to the folder `out`, as `moetune quantize` does."""
     from moetune.adapt.weights.quantize import quantize
 

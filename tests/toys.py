@@ -105,6 +105,13 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [8, 24]},
+    "step3p5": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "share_expert_dim": 24,
+        "num_sliding_attention_heads": 8,
+        "swiglu_limits": [None, 0.05, 0.0, None],
+    },
     "unlimited_ocr_text": {"num_key_value_heads": 4},
     "xlm": {"emb_dim": HIDDEN},
     "zamba": {"layers_block_type": _HYBRID},

@@ -15,6 +15,7 @@ and keys, d_v of values; n documents.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -79,13 +80,18 @@ def attention_for(
     return VARLEN_CPU if on_cpu else VARLEN
 
 
+def is_varlen(model: PreTrainedModel) -> bool:
+    """Return whether a model's attention function is `varlen_attention`."""
+    return attention_name(model) in (VARLEN, VARLEN_CPU)
+
+
 def give_way_to_masks(model: PreTrainedModel) -> None:
     """Make a model with variable-length attention change to attention by a mask as soon as a forward pass needs one.
 
     That is a pass with keys of earlier tokens (text generation), or with rows that are padded on their left. The change
     is for good. Rows that are padded on the right need no mask: no token attends to what follows it.
     """
-    if attention_name(model) in (VARLEN, VARLEN_CPU):
+    if is_varlen(model):
         hook = partial(_give_way, by_mask=_by_mask(model))
         decoder_stack(model).register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -235,7 +241,7 @@ def has_little_shared_memory(capability: Capability) -> bool:
 
 def wants_cu_seqlens(model: PreTrainedModel) -> bool:
     """Return whether a model's attention separates packed documents by `cu_seqlens` and not by a mask."""
-    return attention_name(model) in (VARLEN, VARLEN_CPU, "flash_attention_2")
+    return is_varlen(model) or attention_name(model) == "flash_attention_2"
 
 
 def document_inputs(model: PreTrainedModel) -> Callable[[Sequence[int]], dict[str, Any]]:
@@ -286,7 +292,8 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each document, with the signature of transformers' attention functions.
 
-    Without `cu_seq_lens_q` each row is one document. `attention_mask` is not used.
+    Without `cu_seq_lens_q` each row is one document. `attention_mask` is not used. The kernel runs within the context
+    of the module's attribute `around_kernel`, a function without arguments, if it has one.
 
     Args:
         query: [B, h, S, d]; key [B, h_kv, S, d]; value [B, h_kv, S, d_v].
@@ -314,7 +321,8 @@ def varlen_attention(
         query, key, value = (pad(tensor, (0, missing)) for tensor in (query, key, value))
     # The output has the layout of q: one that is not contiguous is copied again by the layer, and both are saved.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
-    out = within_documents(q, k, v, s_aux, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0, on_cpu)
+    with module.__dict__.get("around_kernel", nullcontext)():
+        out = within_documents(q, k, v, s_aux, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0, on_cpu)
     return out.view(rows, length, heads, -1)[..., :size_v], None
 
 

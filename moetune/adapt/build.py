@@ -28,7 +28,7 @@ from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
 from moetune.adapt.weights.random import fill_randomly
 from moetune.adapt.weights.target import LoadTarget
-from moetune.compat.transformers import set_attention
+from moetune.compat.transformers import save_what_trains, set_attention
 from moetune.config.schema import Part
 from moetune.experts.bank import ExpertLora
 from moetune.experts.context import ExpertContext
@@ -222,7 +222,10 @@ def build(
         torch.cuda.empty_cache()  # free the cached memory that quantizing used
     if device.type != "meta":
         distribute(model, structure, ranks)
-    return Adapted(whole, model, ranks, context, None if run is whole else run)
+    adapted = Adapted(whole, model, ranks, context, None if run is whole else run)
+    if device.type != "meta" and ranks.is_single:
+        save_what_trains(model, adapted.learned(), "moetune-adapted")
+    return adapted
 
 
 def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseWeights | None) -> ExpertContext:

@@ -7,8 +7,8 @@ per token), and all else is recomputed.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 
+from moetune.adapt.attention import is_varlen
 from moetune.adapt.layers.routers import records_choices
+from moetune.compat.torch import unguarded
 from moetune.compat.transformers import checkpoint_by
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ReadCounts
@@ -72,8 +74,8 @@ class ChoicesOf:
 
     These are the routers' choices and, in the modules whose paths are in `attention`, the outputs of attention's
     kernels. The hooks are active from the start of an MoE block, where its router runs, to the start of its experts,
-    and in the modules `attention`. Elsewhere no dispatch mode is active, because it costs microseconds per operation;
-    fused routers (layers/routers.py) need none.
+    and in the modules `attention`, of which variable-length attention activates them for its kernel alone. Elsewhere no
+    dispatch mode is active, because it costs microseconds per operation; fused routers (layers/routers.py) need none.
     Create one object for a model, and pass `contexts` to every checkpointed call.
     """
 
@@ -89,13 +91,27 @@ class ChoicesOf:
             bank.register_forward_pre_hook(lambda *_: self.call and self.call.end())
         for path in attention:
             module = model.get_submodule(path)
-            module.register_forward_pre_hook(lambda *_: self.call and self.call.begin())
+            module.register_forward_pre_hook(lambda *_: None if is_varlen(model) else self.call and self.call.begin())
             module.register_forward_hook(lambda *_: self.call and self.call.end())
+            for part in module.modules():
+                part.__dict__["around_kernel"] = self._recording
 
     def _begin(self, router: Any, *_: Any) -> None:
         """Start the call's hooks, as an MoE block's forward pre-hook, unless its router records its choices itself."""
         if self.call and not records_choices(router):
             self.call.begin()
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Activate the call's hooks, if one runs, within the `with` block."""
+        call = self.call
+        if call:
+            call.begin()
+        try:
+            yield
+        finally:
+            if call:
+                call.end()
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the context managers for the forward pass and for the recomputation of one checkpointed call.
@@ -152,6 +168,7 @@ class _Call:
             self._is_on = False
 
 
+@unguarded
 class _Choices(TorchDispatchMode):
     """Dispatch mode that records routers' choices and the outputs of attention's kernels in `kept`, or replays them.
 

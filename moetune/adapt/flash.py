@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetune.compat.torch import varlen_backward, varlen_forward
+from moetune.compat.torch import apply_function, varlen_backward, varlen_forward
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def within_documents(
         window: number of last tokens, its own included, that a token attends to; 0 for all.
         on_cpu: use the CPU's kernel and not CUDA's; both run on fake CPU tensors.
     """
-    out: Tensor = _Attention.apply(q, k, v, sink, starts, longest, scaling, window, on_cpu)
+    out: Tensor = apply_function(_Attention, q, k, v, sink, starts, longest, scaling, window, on_cpu)
     return out
 
 

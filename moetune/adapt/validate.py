@@ -25,17 +25,18 @@ def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
         held = bank.held if isinstance(bank, ExpertBank) else range(layer.shape.num_experts)
         expected = sum(expert not in trained for expert in held)
         is_whole = isinstance(bank, ExpertBank) and bank.gate_up.count == bank.down.count == expected
-        if not is_whole or {bank.gate_up.storage, bank.down.storage} != {config.base}:
-            raise UserError(f"{layer.experts}: {expected} experts should be stored as {config.base} and are not")
-    if not FORMATS[config.base].has_own_linear:
-        return
-    for path in run.quantized_linears:
+        storage = config.storage_of("experts", layer.index)
+        if not is_whole or {bank.gate_up.storage, bank.down.storage} != {storage}:
+            raise UserError(f"{layer.experts}: {expected} experts should be stored as {storage} and are not")
+    for path, storage in run.quantized_linears.items():
+        if not FORMATS[storage].has_own_linear:
+            continue
         linear = model.get_submodule(path)
         linear = getattr(linear, "base_layer", linear)
         if not isinstance(linear, Linear4bit) or not (
             linear.weight.is_meta or getattr(linear.weight, "bnb_quantized", False)
         ):
-            raise UserError(f"{path}: should be stored as {config.base} and is not")
+            raise UserError(f"{path}: should be stored as {storage} and is not")
 
 
 def refuse_misplaced(model: PreTrainedModel, config: ResolvedModelConfig, device: torch.device) -> None:

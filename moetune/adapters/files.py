@@ -28,6 +28,8 @@ from moetune.json_files import first_problem, parse_json, read_json
 from moetune.tensor_files import DTYPES, Stored, create_file, read_header, refuse_not_finite
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+"""Beside an adapter, if it was trained with another template than its base has."""
 PREFIX = "base_model.model."
 """PEFT's prefix of every tensor's name."""
 _RECORD = "moetune"

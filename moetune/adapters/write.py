@@ -144,12 +144,14 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
             + (f", or train without it (adapt.lora.targets: [{rest}])" if rest else "")
         )
     latent = [
-        path for path in adapter.linears if f"{path.rpartition('.')[0]}.kv_a_proj_with_mqa" in base.structure.linears()
+        path
+        for path in adapter.linears
+        if f"{path.rpartition('.')[0]}.kv_a_proj_with_mqa" in base.structure.linears() and not path.endswith(".o_proj")
     ]
     if program == "llama.cpp" and latent:
         raise UserError(
-            f"llama.cpp accepts factors on latent attention, such as {latent[0]}, and computes something else; "
-            "merge the adapter (moetune adapter merge, or export --format merged)"
+            f"llama.cpp accepts factors on latent attention, such as {latent[0]}, and does not apply them, except on "
+            "o_proj; merge the adapter (moetune adapter merge, or export --format merged)"
         )
     kind = base.structure.model_type
     is_inert = program == "sglang" or (program == "vllm" and kind in _ROUTES_INSIDE)

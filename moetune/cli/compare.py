@@ -17,7 +17,7 @@ def compare(
     """Predict the memory of several runs, on one card or several, in one table. Exit code 1: not all of them fit."""
     with cli.heavy_imports():
         from moetune.planning.compare import compare as compare_runs
-        from moetune.planning.tables import comparison
+        from moetune.planning.views import comparison
 
     rows = compare_runs([(run.stem, cli.read_run(run, set_)) for run in runs], gpu or ())
     result = {"runs": [row.to_json() for row in rows]}

@@ -14,7 +14,7 @@ from moetune.files import expanded
 from moetune.report.console import note
 
 if TYPE_CHECKING:
-    from moetune.exporting.formats.rounded import Survival
+    from moetune.exporting.writers.rounded import Survival
 
 _HALF = 0.5
 """Share of the change that must survive for a rounded checkpoint to be no worse an export than the adapter."""

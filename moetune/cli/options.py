@@ -254,15 +254,15 @@ def within_memory(config: RunConfig) -> RunConfig:
     return within_budget(config, tried)
 
 
-def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> Gpu | None:
+def at_hand(gpu: str | None, named: Sequence[str] = (), count: int = 1) -> Gpu | None:
     """Return the GPU of this machine and print it on stderr; None if there is none, or if the user named a GPU.
 
     Args:
         gpu: the value of `--gpu`.
-        named: `hardware.gpu` of the run file.
+        named: the GPUs that the run file names under `hardware:`.
         count: the number of GPUs of the run; the memory in the result is the least that is free on one of them.
     """
-    if gpu is not None or named is not None:
+    if gpu is not None or named:
         return None
     from moetune.planning.at_hand import card_at_hand, in_words
 
@@ -282,7 +282,7 @@ def target(gpu: str | None, hardware: HardwareConfig | None = None) -> tuple[Dev
 
     process_here()
     named = None if hardware is None else hardware.gpu
-    card = at_hand(gpu, named, 1 if hardware is None else hardware.count) or gpu or named
+    card = at_hand(gpu, () if named is None else (named,), 1 if hardware is None else hardware.count) or gpu or named
     return ("cpu" if card is None else "cuda"), card
 
 

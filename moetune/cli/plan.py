@@ -79,7 +79,7 @@ def plan(
             def show(value: str, report: MemoryReport) -> None:
                 progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
 
-            here = None if solve == "hardware.gpu" else cli.at_hand(gpu, config.hardware.gpu, config.hardware.count)
+            here = None if solve == "hardware.gpu" else cli.at_hand(gpu, config.hardware.names, config.hardware.count)
             card = here or gpu
             solved = solve_for(
                 config, solve, Predictor(card, parse_routing(routing), trainer=of), tight=tight, show=show
@@ -105,7 +105,7 @@ def plan(
         from moetune.planning.at_hand import in_words
         from moetune.planning.files import write_runs
         from moetune.planning.plan import plan as plan_for
-        from moetune.planning.tables import briefly, plan_view
+        from moetune.planning.views import briefly, plan_view
         from moetune.training.trl import InTrl
 
     here = cli.at_hand(gpu, count=count)
@@ -121,7 +121,7 @@ def plan(
         if tokens is None:
             tokens, more = _tokens_of(data, what, min_sequence)
             why += more
-    printed = ""
+    printed, every = "", any((all_, json_, write, html, figure))
     with progress.status(Text(head)) as status:
 
         def show_progress(made: int, of: int, now: str, best: Candidate | None) -> None:
@@ -144,7 +144,8 @@ def plan(
             tight=tight,
             routing=parse_routing(routing),
             trainer=None if trainer is None else InTrl(trainer, json.dumps(arguments)),  # type: ignore[arg-type]
-            every=any((all_, json_, write, html, figure)),
+            every=every,
+            beyond=every or explain,
             processes=min(4, torch.get_num_threads()),
             show=show_progress,
         )

@@ -51,7 +51,7 @@ def predict(
         from moetune.planning.predict import predict as predict_run
         from moetune.report.memory import memory_view
 
-    here = cli.at_hand(gpu, config.hardware.gpu, config.hardware.count)
+    here = cli.at_hand(gpu, config.hardware.names, config.hardware.count)
     card, routed = here or gpu, parse_routing(routing)
     if trainer is None:
         report = predict_run(config, gpu=card, routing=routed, allocator=allocator)  # type: ignore[arg-type]

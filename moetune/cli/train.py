@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moetune.cli import options as cli
-from moetune.config.load import refuse_existing_run, refuse_missing_files
+from moetune.config.load import load_run_config, refuse_existing_run, refuse_missing_files
 from moetune.errors import DoesNotFit, counted
 
 
@@ -32,14 +32,15 @@ def train(
 
     config = cli.read_run(run, set_)
     refuse_missing_files(config, run)
-    cli.known_gpu(config.hardware.gpu)
+    for name in config.hardware.names:
+        cli.known_gpu(name)
     if config.output is not None and resume == "never" and not overwrite and not was_launched():
         refuse_existing_run(Path(config.output))
     with cli.heavy_imports():
         import torch
 
         from moetune.parallel.ranks import SINGLE_RANK
-        from moetune.planning.settle import settled_on
+        from moetune.planning.settle import settled_on, with_stages
         from moetune.run.dtypes import this_device
         from moetune.run.keeps import is_open
         from moetune.run.resolve import resolve
@@ -48,13 +49,17 @@ def train(
         from moetune.watch.train import train as run_training
 
     more: list[str] = []
+    before = Path(str(config.output)) / "run.yaml"
+    continues = resume != "never" and before.exists()
+    if config.parallel.pp > 1 and config.parallel.stages == "auto" and not dry_run:
+        config = with_stages(config, this_device(), load_run_config(before).parallel if continues else None)
+        more = [f"--set=parallel.stages={json.dumps(config.parallel.stages)}"]
     if starts_ranks(config.parallel) and not dry_run:
         whole = resolve(config, this_device())
-        continues = resume != "never" and (Path(str(config.output)) / "run.yaml").exists()
-        if is_open(config.train) and config.hardware.gpu is not None and not continues:
+        if is_open(config.train) and config.hardware.names and not continues:
             whole = settled_on(whole, torch.device(this_device()))
             chosen = whole.config.train.model_dump(mode="json", include={"checkpointing", "keep_rows", "expert_memory"})
-            more = [f"--set=train.{key}={json.dumps(value)}" for key, value in chosen.items()]
+            more += [f"--set=train.{key}={json.dumps(value)}" for key, value in chosen.items()]
     resumes = "--resume auto continues from the last checkpoint"
     try:
         with nullcontext(SINGLE_RANK) if dry_run else on_ranks(config.parallel, resumes, more) as ranks:

@@ -74,9 +74,9 @@ def mend_dequantize_4bit() -> tuple[torch.library.Library, Any]:
     """Replace bitsandbytes' CPU kernel of `dequantize_4bit` in this process; done once, later calls return the same.
 
     The kernel of bitsandbytes 0.50.2 looks a weight's scale up by row and column as if each row began a new block, so
-    scales are wrong where the row length is not a multiple of the block size (docs/reference/upstream.md). It is right
-    for a flat shape, which the replacement passes to it in this case. Return the torch library that holds the
-    replacement, and a function that calls the original kernel.
+    scales are wrong where the row length is not a multiple of the block size (its finding has the numbers).
+    It is right for a flat shape, which the replacement passes to it in this case. Return the torch library that holds
+    the replacement, and a function that calls the original kernel.
     """
     upstream = torch.library.get_kernel("bitsandbytes::dequantize_4bit", "CPU")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

@@ -3,11 +3,13 @@
 import copy
 import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import FunctionType
@@ -48,6 +50,27 @@ def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         switch(enable=enable, gradient_checkpointing_func=checkpoint, every_n_layers=every_n_layers)
 
     model._set_gradient_checkpointing = switch_to  # type: ignore[method-assign]
+
+
+def save_what_trains(model: PreTrainedModel, names: Iterable[str], model_type: str) -> None:
+    """Make `save_pretrained` write the tensors `names` alone, under their own names, and `model_type` into config.json.
+
+    transformers' Trainer reads them when it resumes; under the hub's names, the default, it would read nothing back
+    (findings/transformers_resume_leaves_experts_out.sh). `from_pretrained` refuses the folder by its `model_type`.
+    """
+    saved, save = set(names), model.save_pretrained
+    stored = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    model._keys_to_ignore_on_save = {name for name, _ in stored if name not in saved} & model.state_dict().keys()
+
+    @functools.wraps(save)
+    def save_pretrained(save_directory: str | Path, **options: Any) -> None:
+        state = options.get("state_dict") or model.state_dict()
+        trained = {name: tensor for name, tensor in state.items() if name in saved}
+        save(save_directory, **options | {"state_dict": trained, "save_original_format": False})
+        if (file := Path(save_directory) / "config.json").is_file():
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}, indent=2))
+
+    model.save_pretrained = save_pretrained  # type: ignore[method-assign, assignment]
 
 
 def chat_template_environment() -> Environment:
@@ -387,12 +410,19 @@ def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args:
     `calls_rotary` must hold for the module. `rotate` is called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and
     with whatever else the module passes, and returns (rotated q, rotated k).
     """
-    forward: Any = type(attention).forward
-    replaced = {"apply_rotary_pos_emb": functools.partial(rotate, forward.__globals__["apply_rotary_pos_emb"])}
-    copied = FunctionType(
-        forward.__code__, forward.__globals__ | replaced, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copied.__kwdefaults__ = forward.__kwdefaults__
+    copied = rotate.__dict__.get("copied")
+    if copied is None or copied.__globals__["apply_rotary_pos_emb"].func is not rotate:  # `rotate` may be a copy itself
+        forward: Any = type(attention).forward
+        replaced = {"apply_rotary_pos_emb": functools.partial(rotate, forward.__globals__["apply_rotary_pos_emb"])}
+        copied = FunctionType(
+            forward.__code__,
+            forward.__globals__ | replaced,
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        rotate.__dict__["copied"] = copied
     return copied(attention, *args, **kwargs)
 
 

@@ -83,8 +83,11 @@ class SelfReferencing(PeftModel):
         return nn.Parameter(torch.empty_like(parameter), requires_grad=False)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `NotImplementedError`, because a trainer's checkpoint would hold the quantized model."""
-        raise NotImplementedError("the model is quantized; set save_strategy='no', and write it with moetune.export")
+        self.base_model.save_pretrained(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Read what `save_pretrained` wrote: the names are those of `base_model`."""
+        return self.base_model.load_state_dict(*args, **kwargs)
 
 
 # --- Steps that are traced ----------------------------------------------------------------------------------------

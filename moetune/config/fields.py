@@ -1,6 +1,7 @@
 """Types of single values in a run file: bounded numbers, memory sizes, paths, lists of layer indices or expert ids."""
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -93,6 +94,17 @@ def layer_range(text: str) -> tuple[int, ...] | None:
     except ValueError:
         return None
     return ids if isinstance(ids, tuple) else None
+
+
+def ranges(values: Iterable[int]) -> str:
+    """Format integers as in a run file: `[0, 1, 2, 5]` becomes "0-2,5"."""
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _size_or(what: str, *words: str, share: float | None = None) -> BeforeValidator:

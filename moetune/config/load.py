@@ -266,7 +266,7 @@ def _explain(error: ValidationError) -> Iterable[str]:
 
 _UNION_TAGS = frozenset((
     "literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part", "several", "weighted", "a choice",
-    "ids or layers", "word", "by layer",
+    "ids or layers", "word", "by layer", "[key]",
 ))  # fmt: skip
 """Parts of pydantic's error locations that name an alternative of a union instead of a key."""
 

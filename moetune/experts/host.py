@@ -8,7 +8,8 @@ each, so that a memory tracker can count them separately.
 
 import mmap
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +180,7 @@ class ExpertPrefetcher:
         self._at: tuple[int, bool] | None = None  # (number of the layer in use, whether in backward)
         self._backward_of: list[int] = []  # layers whose backward has not run yet, in order of forward
         self._pass = NO_PASS
+        self._is_shared = False
 
     def add_layer(self, number: int, modules: Sequence[nn.Module]) -> None:
         """Register the modules of decoder layer `number`, whose buffers `bring` copies to the device.
@@ -209,11 +211,26 @@ class ExpertPrefetcher:
         if backward_pass() != NO_PASS:
             return  # activation checkpointing recomputes this layer; backward needs it next
         if not again:
-            self._free(number)
+            if not self._is_shared:
+                self._free(number)
             return
-        if self._backward_of and self._backward_of[-1] >= number:
+        if self._backward_of[-1:] == [number]:
+            return  # another micro-batch has used it
+        if self._backward_of and self._backward_of[-1] > number:
             self._backward_of.clear()  # they are left from a forward pass without backward
         self._backward_of.append(number)
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Within the `with` block, for forward passes, several micro-batches use a layer before any uses the next: its
+        copies stay until then. Afterwards only those remain that backward needs."""
+        self._is_shared = True
+        try:
+            yield
+        finally:
+            self._is_shared = False
+            for number in self._on_device.keys() - {*self._backward_of}:
+                self._free(number)
 
     def free(self) -> None:
         """Free all copies on the device."""

@@ -17,12 +17,13 @@ Shapes: T tokens, K chosen experts per token, E experts, H hidden size, I interm
 without gate); C experts in a group with N rows together.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from moetune.compat.torch import apply_function
 from moetune.experts.activation import Activation
 from moetune.experts.context import ExpertHooks, Kind
 from moetune.experts.permutation import Permutation, RowGroup, TokenRows
@@ -86,8 +87,10 @@ def expert_mlp(
     """
     rows: list[Tensor] = []
     groups = experts.groups(x_TH.dtype)
-    apply: Callable[..., Tensor] = _ExpertMlp.apply
-    y_TH = apply(experts, permutation, groups, rows, x_TH, weights_TK, dense_TE, *experts.trained_parameters())
+    parameters = experts.trained_parameters()
+    y_TH: Tensor = apply_function(
+        _ExpertMlp, experts, permutation, groups, rows, x_TH, weights_TK, dense_TE, *parameters
+    )
     with torch.no_grad():
         kept = rows if keep_rows and y_TH.requires_grad else None
         _fill(experts, permutation, groups, x_TH, weights_TK, y_TH, kept, norms)
@@ -182,7 +185,7 @@ class _ExpertMlp(torch.autograd.Function):
         weights, dx_TH = weights_TK.flatten(), torch.empty_like(x_TH) if need_x else None
         tokens = TokenRows(dy_TH.contiguous(), dx_TH, permutation, groups)
         dweights = torch.empty_like(weights) if need_weights else None
-        grads = Gradients(experts.hooks.gradient, complete=all(ctx.counts or [len(order)]))
+        grads = Gradients(experts.hooks.gradient, complete=all(ctx.counts or [order.shape[0]]))
 
         def add_group(group: RowGroup) -> None:
             """Add the gradients of one group; its dequantized weights and its kept or recomputed rows are freed on

@@ -69,7 +69,7 @@ class Permutation:
 
     def has_rows(self, slots: range) -> bool:
         """Return whether a group of slots has at least one row."""
-        return len(self.order) > 0 if self.counts is None else any(self.counts[slots.start : slots.stop])
+        return self.order.shape[0] > 0 if self.counts is None else any(self.counts[slots.start : slots.stop])
 
     def _ends(self, counts: list[int], groups: list[range]) -> Tensor | None:
         """Return where each slot's rows end, counted from the start of its group: [E] int32 on the device of `order`.
@@ -110,7 +110,7 @@ class TokenRows:
         order, self.top_k = permutation.order, permutation.top_k
         self.rows_SH: Tensor | None = None
         if out_TH is not None and self.top_k > 1 and any(len(slots) > 1 for slots in groups):
-            self.inverse = order.new_empty(len(order), dtype=torch.int32)
+            self.inverse = order.new_empty(order.shape[0], dtype=torch.int32)
             self.rows_SH = kernels.gather_rows(x_TH, order, self.top_k, self.inverse)
         elif out_TH is not None:
             out_TH.zero_()

@@ -46,9 +46,9 @@ class Gradients(dict[nn.Parameter, Tensor]):
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """Return the tensor for a parameter's gradient, to be written in place; the first call allocates it."""
-        if parameter not in self:
-            self[parameter] = self._like(parameter)
-        return self[parameter]
+        if (gradient := self.get(parameter)) is None:
+            gradient = self[parameter] = self._like(parameter)
+        return gradient
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add `gradient`, of the rows of one group, to a parameter that all groups share. The sum is in float32."""
@@ -73,9 +73,10 @@ class Gradients(dict[nn.Parameter, Tensor]):
         Zeros if the parameter's expert had no tokens: optimizers and reductions would skip a parameter without
         gradient.
         """
-        if parameter in self._handed_over:
+        if self._handed_over and parameter in self._handed_over:
             return None
-        return self[parameter].to(parameter.dtype) if parameter in self else torch.zeros_like(parameter)
+        gradient = self.get(parameter)
+        return torch.zeros_like(parameter) if gradient is None else gradient.to(parameter.dtype)
 
 
 @dataclass
@@ -124,7 +125,7 @@ class LowRank:
 
     def _own(self, of_all: Tensor) -> Tensor:
         """Return the part of the group's experts in a tensor of all n experts: a view, or the tensor itself."""
-        return of_all if self.slots.stop - self.slots.start == len(of_all) else of_all[self.slots]
+        return of_all if self.slots.stop - self.slots.start == of_all.shape[0] else of_all[self.slots]
 
     def add(self, base: Tensor, out: Tensor, rows: Tensor, gemm: GroupedGemm, *, backward: bool) -> None:
         """Write `base` plus the low-rank terms of the rows to `out`, and keep the product with r columns.
@@ -248,7 +249,7 @@ class Projection:
     ) -> Tensor:
         """Return the product with W and the low-rank terms, computed by one kernel."""
         assert self.low_rank is not None
-        out = rows.new_empty(len(rows), matrices.shape[2]) if into is None else into
+        out = rows.new_empty(rows.shape[0], matrices.shape[2]) if into is None else into
         self.low_rank.join(rows, matrices, out, gemm, backward=backward)
         return out
 

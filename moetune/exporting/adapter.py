@@ -14,15 +14,15 @@ from moetune.adapters.base import AdapterBase, base_of, stacks_of
 from moetune.adapters.check import AdapterReport
 from moetune.adapters.difference import AdapterDifference, difference
 from moetune.adapters.factors import Adapter
-from moetune.adapters.files import StoredAdapter, open_adapter, write_adapter
+from moetune.adapters.files import CHAT_TEMPLATE_FILE, StoredAdapter, open_adapter, write_adapter
 from moetune.adapters.read import Read, read, sure
 from moetune.adapters.write import laid_out
 from moetune.atomic import new_folder
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of, shown
 from moetune.exporting.folder import keep_apart, write_export_manifest
-from moetune.exporting.formats.merged import complete_config, copy_checkpoint
-from moetune.exporting.formats.updates import (
+from moetune.exporting.writers.merged import complete_config, copy_checkpoint
+from moetune.exporting.writers.updates import (
     Update,
     expert_with_lora,
     linear_with_lora,
@@ -36,6 +36,7 @@ from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import Answer
 from moetune.models.hub.fingerprint import Base
 from moetune.models.hub.key_mapping import key_mappings
+from moetune.models.hub.snapshot import copy_small_file
 from moetune.run.resolve import resolve_model, untied_model
 from moetune.run.resolved import ResolvedModel
 from moetune.tensor_files import Held, Stored
@@ -98,6 +99,7 @@ def convert_adapter(
     laid.settings["base_model_name_or_path"] = _named_base(stored) or base
     with new_folder(out, overwrite) as folder:
         size = write_adapter(folder, laid.tensors, laid.settings, laid.record())
+        _copy_template(stored, folder)
     notes = [*laid.notes, *_of_another_base(stored, base, model)]
     return AdapterWritten(str(out), found.layout, found.reasons, len(laid.tensors), size, notes)
 
@@ -131,6 +133,7 @@ def merge_adapter(
     with new_folder(out, overwrite, sum(tensor.nbytes for tensor in tensors.values())) as folder:
         fingerprint, places = copy_checkpoint(source, folder, added=added)
         changed = write_updates(targets, tensors, places)
+        _copy_template(stored, folder)
         notes = [*complete_config(folder), *_of_another_base(stored, base, model)]
         of = Base(model.source.name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": of})
@@ -181,6 +184,12 @@ def _open_base(base: str) -> tuple[ResolvedModel, AdapterBase]:
     and the tensor names of its checkpoint."""
     model = resolve_model(ModelConfig.named(base), "cpu")
     return model, base_of(model.source, model.plain, model.structure, base)
+
+
+def _copy_template(stored: StoredAdapter, out: Path) -> None:
+    """Copy the chat template that stands beside an adapter which was trained with another one than its base's."""
+    if (file := stored.folder / CHAT_TEMPLATE_FILE).is_file():
+        copy_small_file(file, stored.folder, out)
 
 
 def _named_base(stored: StoredAdapter) -> str | None:

@@ -11,14 +11,14 @@ from pathlib import Path
 from moetune.atomic import new_folder, refuse_unfit
 from moetune.errors import UserError
 from moetune.exporting.folder import keep_apart, write_export_manifest
-from moetune.exporting.formats.merged import complete_config, copy_checkpoint
+from moetune.exporting.writers.merged import complete_config, copy_checkpoint
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import Answer
 from moetune.models.hub.delta_folder import Delta, read_delta
 from moetune.models.hub.fingerprint import Base, take_fingerprint
+from moetune.models.quantized_manifest import read_quantized_manifest
 from moetune.models.source import ModelSource, find_model_source
-from moetune.models.source_quantization import read_quantized_manifest
 from moetune.tensor_files import Stored, read_headers
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 from moetune.adapt.build import Adapted
+from moetune.adapters.files import CHAT_TEMPLATE_FILE
 from moetune.atomic import new_folder
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
 from moetune.exporting.folder import keep_apart
-from moetune.exporting.formats.delta import write_delta
-from moetune.exporting.formats.merged import bytes_needed, write_merged
-from moetune.exporting.formats.rounded import Into, Survival, write_rounded
+from moetune.exporting.writers.delta import write_delta
+from moetune.exporting.writers.merged import bytes_needed, write_merged
+from moetune.exporting.writers.rounded import Into, Survival, write_rounded
 from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.training.data.chats.stop_tokens import end_notes, stop_tokens
@@ -73,7 +74,7 @@ def export(
         UserError: there is no such run, or it has no checkpoint; what was trained cannot be written in this format;
             `out` is occupied, or holds the run or its base. In all these cases nothing is written.
     """
-    from moetune.exporting.formats.adapter import write_for_server, write_peft
+    from moetune.exporting.writers.adapter import write_for_server, write_peft
 
     if into is not None and format != "merged":
         raise UserError(f"--into {into} rounds a whole checkpoint; use it with --format merged, not {format}")
@@ -98,7 +99,7 @@ def export(
         else:
             written, survival = write_rounded(run, folder, into)
         if template is not None and format != "delta":
-            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+            (folder / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
     notes = (*run.notes, *written.notes, *_end_warnings(run))
     return ExportResult(format, str(out), run.step, written.tensors, written.bytes, notes, into, survival)
 

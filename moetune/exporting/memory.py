@@ -9,7 +9,7 @@ import torch
 
 from moetune.compat.fake_mode import QuickFakeMode, add_missing_fakes
 from moetune.exporting.finished_run import FinishedRun, base_folder
-from moetune.exporting.formats.updates import Trained, Update, new_rows, placed, updates
+from moetune.exporting.writers.updates import Trained, Update, new_rows, placed, updates
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.memory.commands.unread import Reading, report_of, unread

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from moetune.config.schema import Storage
-from moetune.formats.published import Settings, SourceQuantization
+from moetune.errors import UserError
+from moetune.formats.source_quantization import Settings, SourceQuantization
 from moetune.tensor_files import Stored
 
 SLACK = 1 + 2**-5
@@ -198,3 +199,9 @@ def require(fits: bool, parts: Parts) -> None:
     if not fits:
         found = ", ".join(f"{name or 'weight'} {part.dtype} {[*part.shape]}" for name, part in parts.items())
         raise ValueError(f"its parts do not fit together: {found}")
+
+
+def refuse_zeros(scales: Tensor, part: Stored) -> None:
+    """Raise `UserError` if one of the scales that `part` holds is 0, of which no program makes any."""
+    if not scales.all():
+        raise UserError(f"{part.name} holds a scale that is 0, in {str(part.file)!r}; the checkpoint is damaged")

@@ -27,6 +27,8 @@ from moetune.tensor_files import Stored, read_headers
 
 _LAYOUTS = list(dict.fromkeys(layout for format in FORMATS.values() for layout in format.layouts))
 _MAIN = {main for layout in _LAYOUTS for main in layout.MAIN}
+_EITHER = ({"", "weight", "packed", "qweight", "blocks"}, {"scale", "scale_inv", "scales"}, {"scale_2", "global_scale"})
+"""Sets of parts of which a weight has one: with two, it is not known which is right."""
 _OF_ACTIVATIONS = re.compile(r".+\.(input_scale|input_global_scale|activation_scale|input_scale_ub|k_scale|v_scale)")
 """Pattern of the names of tensors that are left out."""
 
@@ -47,8 +49,10 @@ def open_checkpoint(folder: Path) -> dict[str, Stored]:
             continue
         with reading(f"{name!r} in {str(folder)!r}"):
             of_parts = {part: stored[its] for part, its in parts.items()}
+            if "blocks" not in parts and any(len(part.shape) > 2 for part in of_parts.values()):
+                raise ValueError("a stack of matrices is read in MXFP4 alone")
             read = [one for layout in _LAYOUTS if (one := layout.opened(of_parts)) is not None]
-            require(len(read) == 1, of_parts)
+            require(len(read) == 1 and all(len(parts.keys() & either) < 2 for either in _EITHER), of_parts)
             opened[name] = read[0]
     return opened
 

@@ -1,7 +1,6 @@
 """FP8: 8-bit floats (E4M3) with a scale for each block of 128 × 128 weights, as DeepSeek-V3 is published; for each row;
 for each matrix; or, a power of two, for 32 weights of a row (MXFP8)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -11,8 +10,16 @@ from torch.nn.functional import pad
 
 from moetune.config.schema import Storage
 from moetune.errors import UserError
-from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
-from moetune.formats.published import Settings, SourceQuantization, invalid, left_out, settings_in
+from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, refuse_zeros, require
+from moetune.formats.source_quantization import (
+    Scheme,
+    Settings,
+    SourceQuantization,
+    invalid,
+    left_out,
+    scheme_of,
+    settings_in,
+)
 from moetune.kernels import AT_ONCE, FP8_BLOCK
 from moetune.kernels.operators import operator
 from moetune.tensor_files import finite
@@ -81,7 +88,8 @@ class StoredFp8(Quantized):
             case (count, groups) if scales.dtype in _POWERS and (count, groups) == (rows, -(-columns // MX_BLOCK)):
                 block = 1, MX_BLOCK
             case _:
-                block = _block(settings_in(weight.file.parent))
+                settings = settings_in(weight.file.parent)
+                block = _block(settings) or (rows, columns)
         fits = scales.numel == -(-rows // block[0]) * -(-columns // block[1])
         require(fits and scales.dtype in ("F32", "BF16", "F16", *_POWERS), parts)
         return cls(weight.file, "BF16", weight.shape, 0, parts, block)
@@ -113,10 +121,7 @@ class StoredFp8(Quantized):
             scales = scales.view(torch.uint8) if self.is_mx else scales.float()
         else:
             scales = scales.float()
-            if not scales.all():
-                raise UserError(
-                    f"{part.name} holds a scale that is 0, in {str(part.file)!r}; the checkpoint is damaged"
-                )
+            refuse_zeros(scales, part)
         return scales.view([-(-size // block) for size, block in zip(self.shape, self.block, strict=True)])
 
     def as_rows(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,12 +152,14 @@ class StoredFp8(Quantized):
         return rows
 
 
-def _block(settings: Settings) -> tuple[int, int]:
-    """Return the rows and columns of a block from settings; raise `UserError` if they are no two numbers."""
-    size = settings.get("weight_block_size")
-    for group in (settings.get("config_groups") or {}).values():
-        size = size or group.get("weights", {}).get("block_structure")
+def _block(settings: Settings) -> tuple[int, int] | None:
+    """Return the rows and columns of a block from settings, None if they have none; raise `UserError` if they are no
+    two numbers."""
+    scheme = None if settings.get("weight_block_size") else scheme_of(settings)
+    size = settings.get("weight_block_size") if scheme is None else scheme.weights.get("block_structure")
     match size:
+        case None:
+            return None
         case [int(high), int(wide)] if high > 0 and wide > 0:
             return high, wide
         case _:
@@ -232,7 +239,11 @@ class Fp8(Format):
         name = _published(method, settings)
         if name is None or (name or "fp8") != self.name:
             return None
-        return SourceQuantization(method, name or None, gate_up_apart=bool(name), left_out=left_out(settings))
+        scheme = scheme_of(settings) if method == "compressed-tensors" else None
+        only = () if scheme is None else scheme.only
+        return SourceQuantization(
+            method, name or None, gate_up_apart=bool(name), left_out=left_out(settings), only=only
+        )
 
     def layout(self, *shape: int) -> Sizes:
         """DeepSeek-V3's, [out, in] and the scales; of MXFP8 ModelOpt's and compressed-tensors'."""
@@ -268,28 +279,31 @@ def _published(method: str, settings: Settings) -> Storage | Literal[""] | None:
             str(settings.get("quant_algo"))
         )  # type: ignore[return-value]
     if method == "compressed-tensors":
-        kinds = {_strategy(group) for group in (settings.get("config_groups") or {}).values()}
-        is_fp8 = settings.get("format") in ("float-quantized", "naive-quantized", "mxfp8-quantized")
-        return kinds.pop() if is_fp8 and len(kinds) == 1 else None
-    if method != "fp8" or settings.get("expert_dtype") == "fp4":
+        return _of_scheme(scheme_of(settings))
+    if method != "fp8" or settings.get("expert_dtype") == "fp4" or "e4m3" not in str(settings.get("fmt", "e4m3")):
         return None
-    if settings.get("weight_block_size") is None:
-        return "fp8-tensor"
     block = _block(settings)
+    if block is None:
+        return "fp8-tensor"
     return "mxfp8" if block == (1, MX_BLOCK) else "fp8" if block == (FP8_BLOCK, FP8_BLOCK) else ""
 
 
-def _strategy(group: Any) -> Storage | None:
-    """Return the format of a group of compressed-tensors' settings; None if it is none of FP8 that is read."""
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping) or (weights.get("num_bits"), weights.get("type")) != (8, "float"):
+def _of_scheme(scheme: Scheme | None) -> Storage | None:
+    """Return the format of a scheme of compressed-tensors; None if it is none of FP8 that is read."""
+    is_fp8 = scheme is not None and scheme.format in ("float-quantized", "naive-quantized", "mxfp8-quantized")
+    if scheme is None or not is_fp8 or scheme.kind[:2] != (8, "float"):
         return None
-    if weights.get("strategy") == "group":
-        return "mxfp8" if weights.get("group_size") == MX_BLOCK else None
-    if weights.get("strategy") == "block":
-        return "fp8" if [*weights.get("block_structure", ())] == [FP8_BLOCK, FP8_BLOCK] else None
-    names: dict[Any, Storage] = {"tensor": "fp8-tensor", "channel": "fp8-row"}
-    return names.get(weights.get("strategy"))
+    match scheme.kind[2], scheme.weights.get("group_size"), scheme.weights.get("block_structure"):
+        case "group", size, _ if size == MX_BLOCK:
+            return "mxfp8"
+        case "block", _, [*size] if size == [FP8_BLOCK, FP8_BLOCK]:
+            return "fp8"
+        case "tensor", *_:
+            return "fp8-tensor"
+        case "channel", *_:
+            return "fp8-row"
+        case _:
+            return None
 
 
 FORMATS_OF_FP8 = (

@@ -5,7 +5,6 @@ are alike: a weight is (code - zero) · scale.
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -14,9 +13,9 @@ from torch.nn.functional import pad
 
 from moetune.config.schema import Storage
 from moetune.formats.base import Format, Rows, Sizes
-from moetune.formats.int4_layouts import Awq, Gptq, PackQuantized
+from moetune.formats.int4_layouts import Awq, Gptq, PackQuantized, format_of_gptq
 from moetune.formats.int4_values import dequantize_int4, group_of, packed, unpacked
-from moetune.formats.published import Settings, SourceQuantization, invalid, left_out
+from moetune.formats.source_quantization import Settings, SourceQuantization, left_out, objects, patterns, scheme_of
 from moetune.kernels import AT_ONCE
 
 ZERO, LARGEST = 8, 15  # zero point of a symmetric group; largest code
@@ -103,9 +102,8 @@ class Int4(Format):
         kind = kinds[method](settings) if method in kinds else None
         if kind is None or kind[0] != self.name:
             return None
-        skipped, only = left_out(settings), tuple(kind[1])
-        more = tuple(kind[2])
-        return SourceQuantization(method, self.name, gate_up_apart=True, left_out=(*skipped, *more), only=only)
+        skipped = (*left_out(settings), *kind[2])
+        return SourceQuantization(method, self.name, gate_up_apart=True, left_out=skipped, only=kind[1])
 
     def layout(self, *shape: int) -> Sizes:
         """compressed-tensors': codes, scales and the shape of the matrix."""
@@ -133,7 +131,7 @@ class Int4(Format):
 
 # --- Settings of checkpoints ----------------------------------------------------------------------------------------
 
-_Kind = tuple[str, list[str], list[str]]
+_Kind = tuple[str, tuple[str, ...], tuple[str, ...]]
 """Value of `model.base` that keeps a checkpoint; patterns of what alone is quantized, none for all, and of what not."""
 
 
@@ -143,53 +141,56 @@ def _name(size: Any, ordered: bool = False) -> str:
 
 
 def _pack_quantized(settings: Settings) -> _Kind | None:
-    groups = settings.get("config_groups")
-    if settings.get("format") != "pack-quantized" or not isinstance(groups, Mapping):
+    scheme = scheme_of(settings)
+    if (
+        scheme is None
+        or scheme.format != "pack-quantized"
+        or scheme.weights.get("actorder") in ("group", "dynamic", True)
+    ):
         return None
-    names, targets = set(), []
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
-            raise invalid("config_groups", group, "give the settings of weights")
-        kind = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
-        if kind not in ((4, "int", "group"), (4, "int", "channel")) or weights.get("actorder") == "group":
-            return None
-        names.add(_name(weights.get("group_size") if kind[2] == "group" else -1))
-        targets += list(group.get("targets") or ())
-    return (names.pop(), [] if "Linear" in targets else targets, []) if len(names) == 1 else None
+    if scheme.kind not in ((4, "int", "group"), (4, "int", "channel")):
+        return None
+    size = scheme.weights.get("group_size") if scheme.kind[2] == "group" else -1
+    return _name(size), scheme.only, ()
 
 
 def _gptq(settings: Settings) -> _Kind | None:
-    if settings.get("bits") != 4 or _format(settings) not in ("gptq", "gptq_v2"):
+    if settings.get("bits") != 4 or str(format_of_gptq(settings)) not in ("gptq", "gptq_v2"):
         return None
-    dynamic = settings.get("dynamic") or {}
+    dynamic = objects(settings, "dynamic")
     if any(not rule.startswith("-:") for rule in dynamic):  # layers in other numbers of bits
         return None
-    blocks = settings.get("modules_in_block_to_quantize") or ()
-    only = [name for block in blocks for name in ([block] if isinstance(block, str) else block)]
+    key = "modules_in_block_to_quantize"
+    blocks = settings.get(key) or ()
+    blocks = blocks if isinstance(blocks, list | tuple) else [blocks]
+    only = [name for block in blocks for name in patterns(key, [block] if isinstance(block, str) else block)]
     skipped = [f"re:{rule.removeprefix('-:')}" for rule in dynamic]
-    return _name(settings.get("group_size"), bool(settings.get("desc_act"))), only, skipped
+    size = settings.get("group_size")
+    is_ordered = bool(settings.get("desc_act")) and size not in (-1, None)
+    return _name(size, is_ordered), tuple(only), patterns("dynamic", skipped)
 
 
 def _awq(settings: Settings) -> _Kind | None:
-    kind = settings.get("version", settings.get("format", "gemm"))
-    if settings.get("bits", settings.get("w_bit")) != 4 or str(kind).lower() != "gemm":
+    kinds = {str(settings.get(key) or "gemm").lower() for key in ("version", "format")}
+    if settings.get("bits", settings.get("w_bit")) != 4 or kinds != {"gemm"} or settings.get("backend") == "llm-awq":
         return None
-    return _name(settings.get("group_size", settings.get("q_group_size"))), [], []
+    # AutoAWQ leaves out what has one of the names anywhere in its path
+    anywhere = [
+        f"re:.*{re.escape(name)}" for name in patterns("modules_to_not_convert", settings.get("modules_to_not_convert"))
+    ]
+    return _name(settings.get("group_size", settings.get("q_group_size"))), (), tuple(anywhere)
 
 
 def _auto_round(settings: Settings) -> _Kind | None:
-    others = settings.get("extra_config") or {}
-    in_16_bits = [name for name, one in others.items() if one.get("bits", 4) >= 16]
-    is_other = settings.get("bits") != 4 or settings.get("data_type", "int") != "int"
-    if is_other or len(in_16_bits) < sum("bits" in one or "group_size" in one for one in others.values()):
+    if settings.get("bits") != 4 or settings.get("data_type", "int") != "int":
         return None
-    regular = [f"re:{name}" if re.search(r"[*\\^$|]", name) else name for name in in_16_bits]
-    return _name(settings.get("group_size")), [], regular
-
-
-def _format(settings: Settings) -> str:
-    return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
+    in_16_bits = []
+    for name, layer in objects(settings, "extra_config").items():
+        if layer.get("bits") in (16, 32):
+            in_16_bits.append(f"re:{name}" if re.search(r"[*\\^$|]", name) else name)
+        elif any(layer.get(key, settings.get(key)) != settings.get(key) for key in ("bits", "group_size", "data_type")):
+            return None
+    return _name(settings.get("group_size")), (), patterns("extra_config", in_16_bits)
 
 
 FORMATS_OF_INT4 = (*(Int4(group) for group in (32, 64, 128, 0)), *(Int4(group, True) for group in (32, 64, 128)))

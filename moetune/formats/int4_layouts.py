@@ -3,16 +3,16 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from moetune.errors import UserError
-from moetune.formats.base import Format, Parts, Quantized, Rows, require
+from moetune.formats.base import Format, Parts, Quantized, Rows, refuse_zeros, require
 from moetune.formats.int4_values import dequantize_int4, group_of, packed, unpacked
-from moetune.formats.published import settings_in
+from moetune.formats.source_quantization import Settings, scheme_of, settings_in
 
 _EIGHT_ONES = 0x11111111  # 1 in each of a word's eight codes
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which of eight weights each code of a word has
@@ -57,8 +57,7 @@ class StoredInt4(Quantized):
 
     def quantized(self, expert: int = 0) -> dict[str, Tensor]:
         rows, part = super().quantized(expert), self.parts[self.SCALES]
-        if not rows["scales"].view(part.torch_dtype).all():
-            raise UserError(f"{part.name} holds a scale that is 0, in {str(part.file)!r}; the checkpoint is damaged")
+        refuse_zeros(rows["scales"].view(part.torch_dtype), part)
         return rows
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -89,7 +88,11 @@ class PackQuantized(StoredInt4):
         words, scales, zeros = parts["packed"], parts["scale"], parts.get("zero_point")
         rows, columns = parts["shape"].rows().tolist()
         groups = scales.shape[1] if len(scales.shape) == 2 else 0
+        scheme = scheme_of(settings_in(words.file.parent))
+        size = scheme and scheme.weights.get("group_size")
         fits = groups > 0 and columns % groups == 0 and scales.shape[0] == rows == words.shape[0]
+        fits = fits and (groups == 1 or columns // groups == size)
+        fits = fits and (zeros is not None or (scheme is not None and bool(scheme.weights.get("symmetric", True))))
         fits = fits and words.shape == (rows, -(-columns // 8))
         fits = fits and (zeros is None or (zeros.shape, zeros.dtype) == ((-(-rows // 8), groups), "I32"))
         require(fits and words.dtype == "I32" and scales.dtype in _16_BITS, parts)
@@ -162,8 +165,7 @@ class Gptq(StoredInt4):
         if settings.get("quant_method") == "auto-round":
             name = str(settings.get("packing_format", "auto_round:auto_gptq"))
             return _EIGHT_ONES if "gptq" in name and "gptqmodel" not in name else 0
-        version = settings.get("checkpoint_format") or settings.get("format")
-        return 0 if version == "gptq_v2" else _EIGHT_ONES
+        return 0 if format_of_gptq(settings) == "gptq_v2" else _EIGHT_ONES
 
     def unpack(self, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         zeros = _from_words(stored["qzeros"] + self._less, self.shape[0])
@@ -197,6 +199,11 @@ class Awq(Gptq):
         codes, zeros = unpacked(rows["data"], self.shape[1]), unpacked(rows["zeros"], scales.shape[1])
         words = (_words(part.T.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)) for part in (codes, zeros))
         return {**dict(zip(("qweight", "qzeros"), words, strict=True)), "scales": scales.T}
+
+
+def format_of_gptq(settings: Settings) -> Any:
+    """Return the version of GPTQ's layout: gptqmodel's key, an earlier one, or version 1."""
+    return settings.get("checkpoint_format") or settings.get("format") or "gptq"
 
 
 def _from_words(words: Tensor, count: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from moetune.formats.base import Format, Parts, Quantized, Rows, Sizes, require
 from moetune.formats.e2m1 import LEVELS, e2m1_codes
-from moetune.formats.published import Settings, SourceQuantization
+from moetune.formats.source_quantization import Settings, SourceQuantization, scheme_of
 from moetune.kernels import AT_ONCE
 from moetune.kernels.operators import operator
 from moetune.tensor_files import finite
@@ -150,10 +150,11 @@ class Mxfp4(Format):
         return matrices
 
     def published(self, method: str, settings: Settings) -> SourceQuantization | None:
+        scheme = scheme_of(settings) if method == "compressed-tensors" else None
         is_in_rows = method == "fp8" and settings.get("expert_dtype") == "fp4"  # DeepSeek-V4: experts only
-        is_in_rows |= (method, settings.get("format")) == ("compressed-tensors", "mxfp4-pack-quantized")
+        is_in_rows |= scheme is not None and scheme.format == "mxfp4-pack-quantized" and scheme.kind[:2] == (4, "float")
         return (
-            SourceQuantization(method, "mxfp4", gate_up_apart=is_in_rows) if method == "mxfp4" or is_in_rows else None
+            SourceQuantization(method, self.name, gate_up_apart=is_in_rows) if method == "mxfp4" or is_in_rows else None
         )
 
     def layout(self, *shape: int) -> Sizes:

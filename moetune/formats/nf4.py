@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit, unpack_tensor_to_dict
 from moetune.compat.bitsandbytes import functional as bnb
 from moetune.formats.base import Format, Parts, Quantized, Rows, Sizes, require
-from moetune.formats.published import Settings, SourceQuantization
+from moetune.formats.source_quantization import Settings, SourceQuantization
 from moetune.kernels.operators import operator
 from moetune.tensor_files import NAMES, refuse_value
 
@@ -44,7 +44,7 @@ def dequantize_nf4(
             for scales, of_scales in zip(absmax.chunk(together), nested.chunk(together), strict=True)
         ).view(absmax.shape)
         absmax.add_(offset[:, None])
-    # A matrix that is not a whole number of blocks is dequantized alone (bitsandbytes in docs/reference/upstream.md).
+    # A matrix that is not a whole number of blocks is dequantized alone (findings/bitsandbytes_dequantize_on_cpu.sh).
     together = 1 if weights % BLOCK == 0 else count
     return _joined(
         ops.dequantize_4bit(part.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(part), weights), dtype)

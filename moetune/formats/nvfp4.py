@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
+from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, refuse_zeros, require
 from moetune.formats.e2m1 import E2M1, LEVELS, e2m1_codes
-from moetune.formats.published import Settings, SourceQuantization, left_out
+from moetune.formats.source_quantization import Settings, SourceQuantization, left_out, scheme_of
 from moetune.kernels import AT_ONCE
 from moetune.kernels.operators import operator
 
@@ -72,11 +72,20 @@ class StoredNvfp4(Quantized):
         return cls(codes.file, "BF16", (rows, 2 * half), 0, parts)
 
     @property
+    def of_matrix(self) -> str:
+        """The part with the global scale."""
+        return "scale_2" if "scale_2" in self.parts else "global_scale"
+
+    @property
     def fraction(self) -> Tensor:
         """The global scale as a factor and a divisor, of which one is 1: [2] float32."""
-        name = "scale_2" if "scale_2" in self.parts else "global_scale"
-        scale, one = self.parts[name].rows().float().reshape(1), torch.ones(1)
-        return torch.cat([scale, one] if name == "scale_2" else [one, scale])
+        scale, one = self.parts[self.of_matrix].rows().float().reshape(1), torch.ones(1)
+        return torch.cat([scale, one] if self.of_matrix == "scale_2" else [one, scale])
+
+    def quantized(self, expert: int = 0) -> dict[str, Tensor]:
+        rows = super().quantized(expert)
+        refuse_zeros(rows["fractions"], self.parts[self.of_matrix])
+        return rows
 
     def as_rows(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         data, scales = stored["packed" if "packed" in stored else ""], stored["scale"].view(torch.uint8)
@@ -84,12 +93,13 @@ class StoredNvfp4(Quantized):
 
     def as_parts(self, rows: Rows) -> dict[str, Tensor]:
         over, under = rows["fractions"]
-        return {"scale_2": over / under} if "scale_2" in self.parts else {"global_scale": under}
+        return {"scale_2": over / under} if self.of_matrix == "scale_2" else {"global_scale": under}
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         names = "packed" if "packed" in self.parts else "", "scale"
         codes, scales = (self.parts[name].rows(start, stop).to(device) for name in names)
-        over, under = self.fraction.to(device)
+        refuse_zeros(fraction := self.fraction, self.parts[self.of_matrix])
+        over, under = fraction.to(device)
         levels = torch.tensor(LEVELS, device=device)
         weights = levels[torch.stack([codes & 15, codes >> 4], -1).int()].view(*scales.shape, BLOCK)
         weights *= (scales.float() * over / under)[..., None]
@@ -138,10 +148,15 @@ class Nvfp4(Format):
         return weights
 
     def published(self, method: str, settings: Settings) -> SourceQuantization | None:
-        is_modelopt = method == "modelopt" and settings.get("quant_algo") in ("NVFP4", "W4A16_NVFP4")
-        if not is_modelopt and (method, settings.get("format")) != ("compressed-tensors", "nvfp4-pack-quantized"):
+        only: tuple[str, ...] = ()
+        if method == "compressed-tensors":
+            scheme = scheme_of(settings)
+            if scheme is None or scheme.format != "nvfp4-pack-quantized" or scheme.kind[:2] != (4, "float"):
+                return None
+            only = scheme.only
+        elif method != "modelopt" or settings.get("quant_algo") not in ("NVFP4", "W4A16_NVFP4"):
             return None
-        return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out(settings))
+        return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out(settings), only=only)
 
     def layout(self, *shape: int) -> Sizes:
         """compressed-tensors': codes, the blocks' scales, and the global scale."""

@@ -24,7 +24,7 @@ from moetune.inference.opened import Opened, open_model
 from moetune.json_files import Answer, parse_json
 from moetune.report.console import terminal
 from moetune.report.progress import counting
-from moetune.training.data.formats import chat_of, checked_messages
+from moetune.training.data.conversion import chat_of, checked_messages
 from moetune.training.data.sources import open_sources
 from moetune.training.data.values import MalformedError, checked_text
 

@@ -158,11 +158,30 @@ def find(
         load = partial(_stock, model, device)
         return Opened(name=what, kind="checkpoint", load=load, resolved=model)
     as_it_is = base is None and source.quantization.base is None
-    settings = ModelConfig.named(what, base=dtype if as_it_is else base or "auto", dtype=dtype)
-    config = RunConfig(model=settings, adapt=AdaptConfig(also=("norm",)))
-    run = resolve(_alone(config, device, dtype), device)
-
     kind: Literal["checkpoint", "packed"] = "checkpoint" if as_it_is else "packed"
+    return _found_checkpoint(what, kind, device, base=dtype if as_it_is else base or "auto", dtype=dtype)
+
+
+def find_in_16_bits(what: str, device: DeviceType, *, on_host: bool = False) -> Opened:
+    """Find a checkpoint as `find`, to be loaded unquantized however it is published; its experts on the host if
+    `on_host`.
+
+    Raises:
+        UserError: `what` is no checkpoint, catalog name or hub id with weights, or is a quantized base.
+    """
+    source, dtype = _source(what), dtype_on(device)
+    if source.quantized_base is not None:
+        raise UserError(
+            f"model {what!r} is quantized already; give the checkpoint {str(source.quantized_base.source)!r}"
+        )
+    experts_on = "host" if on_host else "gpu"
+    return _found_checkpoint(what, "checkpoint", device, base=dtype, dtype=dtype, experts_on=experts_on)
+
+
+def _found_checkpoint(what: str, kind: Literal["checkpoint", "packed"], device: DeviceType, **settings: str) -> Opened:
+    """Return the checkpoint `what`, to be loaded with these settings of `model:`."""
+    config = RunConfig(model=ModelConfig.named(what, **settings), adapt=AdaptConfig(also=("norm",)))
+    run = resolve(_alone(config, device, settings["dtype"]), device)
     return Opened(name=what, kind=kind, load=lambda: build(run, run.device()).model.eval(), resolved=run.model, run=run)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from moetune.adapters.check import MIXED_FORMAT
-from moetune.adapters.files import CONFIG_FILE, open_adapter
+from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, open_adapter
 from moetune.errors import DoesNotFit, UserError
 from moetune.exporting.adapter import check_adapter
 from moetune.exporting.export import export
@@ -99,6 +99,8 @@ def serving(
     context = None if gpu is None else _context(found, program, requests, gpu)
     path = found.resolved.source.folder or base
     where = ["--host", "127.0.0.1", "--port", str(port)]
+    if adapter is not None and (template := adapter / CHAT_TEMPLATE_FILE).is_file():  # else the base's own
+        where += ["--chat-template" if program == "vllm" else "--chat-template-file", str(template)]
     dtype = found.resolved.source.config.dtype
     if program == "vllm":
         command = ["vllm", "serve", path, "--dtype", "auto" if dtype is None else str(dtype).removeprefix("torch.")]

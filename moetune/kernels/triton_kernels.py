@@ -408,8 +408,8 @@ def _sum_rows(out, rows, inverse, weights, size, top_k, WEIGHTED: tl.constexpr, 
 def sum_rows_(out, rows, inverse, weights):
     grid, columns = _row_by_row(*out.shape)
     _sum_rows[grid](
-        out, rows, inverse, rows if weights is None else weights, out.shape[1], inverse.shape[0] // max(1, len(out)),
-        WEIGHTED=weights is not None, COLUMNS=columns,
+        out, rows, inverse, rows if weights is None else weights, out.shape[1],
+        inverse.shape[0] // max(1, out.shape[0]), WEIGHTED=weights is not None, COLUMNS=columns,
     )  # fmt: skip
 
 

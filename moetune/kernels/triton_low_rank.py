@@ -235,7 +235,7 @@ def _low_rank_gradients(
 
 
 def low_rank_gradients_(narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, counts, scale):
-    (_, parts, rank), experts = narrow_in.shape, len(of_second if of_first is None else of_first)
+    (_, parts, rank), experts = narrow_in.shape, (of_second if of_first is None else of_first).shape[0]
     wide_in, wide_out = 0 if of_first is None else x.shape[1], 0 if of_second is None else dout.shape[-1]
     none = narrow_in[None]  # in the place of a gradient that is skipped: no tile covers its 0 columns
     of_first, of_second = none if of_first is None else of_first, none if of_second is None else of_second

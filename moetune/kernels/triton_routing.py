@@ -152,12 +152,13 @@ def _place(
 
 
 def sorted_positions(numbers, count):
-    order = numbers.new_empty(len(numbers), dtype=torch.int64)
-    blocks, experts = ceil_div(len(numbers), NUMBERS), next_power_of_2(count)
+    size = numbers.shape[0]
+    order = numbers.new_empty(size, dtype=torch.int64)
+    blocks, experts = ceil_div(size, NUMBERS), next_power_of_2(count)
     counts = numbers.new_empty(blocks, experts, dtype=torch.int32)
     ends = numbers.new_empty(count, dtype=torch.int32)
     tile = {"NUMBERS": NUMBERS, "AT_ONCE": max(1, min(NUMBERS, AT_ONCE // experts)), "EXPERTS": experts}
     numbers = numbers.contiguous()
-    _count[(blocks,)](numbers, counts, len(numbers), **tile)
-    _place[(blocks,)](numbers, counts, order, ends, len(numbers), blocks, count, **tile)
+    _count[(blocks,)](numbers, counts, size, **tile)
+    _place[(blocks,)](numbers, counts, order, ends, size, blocks, count, **tile)
     return order, ends if blocks else ends.zero_()

@@ -3,13 +3,15 @@
 import sys
 from collections.abc import Iterator
 from datetime import date
+from typing import cast
 
 from moetune.adapt.attention import Capability, attention_in_words
+from moetune.config.fields import ranges
 from moetune.config.lora_rank import ranks_as_text
-from moetune.config.schema import KeptConfig, OptimizerConfig
+from moetune.config.resolved import ResolvedModelConfig
+from moetune.config.schema import KeptConfig, OptimizerConfig, Storage
 from moetune.errors import counted
 from moetune.formats.table import format_of
-from moetune.models.selection import ranges
 from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
 from moetune.run.stages import bubble, in_flight, stages_a_rank
@@ -21,22 +23,29 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
     """Return (label, text) pairs that describe a run, in the order in which a report prints them. `capability` is the
     CUDA compute capability of its GPU; None for a CPU."""
     config, train = run.config, run.config.train
-    base = format_of(config.model.base, config.model.double_quant).label
+    base = base_in_words(config.model)
     batches = "1 micro-batch" if train.accumulate == 1 else f"{train.accumulate:,} micro-batches"
     step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {batches} a step"
+    in_order = ", layer by layer" * run.layer_by_layer
     sizes = {axis: getattr(config.parallel, axis) for axis in ("pp", "replicate", "fsdp", "ep", "tp")}
     layout = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     return (
         ("trains", "; ".join(trains(run))),
         ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
         ("attention", attention_in_words(config, run.model.plain, capability)),
-        ("batch", f"{step}, checkpointing {checkpointing(run)}{_experts_at_once(run)}"),
+        ("batch", f"{step}, checkpointing {checkpointing(run)}{_experts_at_once(run)}{in_order}"),
         *([("router gradient", "dense, through all experts")] if train.dense_router_gradient else []),
         ("optimizer", optimizers(run)),
         *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),
         *([("stages", stages(run))] if config.parallel.pp > 1 else []),
         ("moetune", version()),
     )
+
+
+def base_in_words(model: ResolvedModelConfig) -> str:
+    """Format `model.base`, such as `nf4, double-quantized; bf16 (layer 0, experts)`."""
+    label = format_of(cast(Storage, model.default_base), model.double_quant).label
+    return str(model.base).replace(model.default_base, label, 1)
 
 
 def version() -> str:
@@ -47,14 +56,17 @@ def version() -> str:
 def stages(run: ResolvedRun) -> str:
     """Format the stages of a pipeline: layers and micro-batches in flight of each rank, and the bubble's share."""
     parallel, count = run.config.parallel, run.config.train.accumulate
-    virtual = stages_a_rank(parallel)
-    ranks = []
-    for rank in range(parallel.pp):
-        layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in run.stages[rank :: parallel.pp])
-        flying = in_flight(parallel.schedule, parallel.pp, rank, virtual, count)
-        ranks.append(f"layers {layers} ({flying} in flight)")
-    waits = bubble(parallel.pp, virtual, count)
-    return f"{parallel.schedule}: {'; '.join(ranks)}; {waits:.0%} of a step waits for other stages"
+    waits = bubble(parallel.pp, stages_a_rank(parallel), count)
+    ranks = "; ".join(held_by(run, rank) for rank in range(parallel.pp))
+    return f"{parallel.schedule}: {ranks}; {waits:.0%} of a step waits for other stages"
+
+
+def held_by(run: ResolvedRun, pp: int) -> str:
+    """Format the layers and the micro-batches in flight of the rank with the index `pp` on the axis pp."""
+    parallel, count = run.config.parallel, run.config.train.accumulate
+    layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in run.stages[pp :: parallel.pp])
+    flying = in_flight(parallel.schedule, parallel.pp, pp, stages_a_rank(parallel), count)
+    return f"layers {layers} ({flying} in flight)"
 
 
 _WORDS: dict[Kept, str] = {

@@ -1,38 +1,32 @@
-"""`predict`: the memory report of a run by trace, for one GPU or each rank of several."""
+"""`predict_memory`: the memory report of a run by trace, for one GPU or each rank of several."""
 
 import gc
-import os
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from moetune.adapt.documents import layers_with_state
 from moetune.adapt.guard import as_known
 from moetune.config.schema import RunConfig
 from moetune.errors import counted
-from moetune.memory.about import about
-from moetune.memory.allocator import LARGE_PAGE, POOLS, SMALL_PAGE, Event, Reserved, simulate
+from moetune.memory.about import about, held_by
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.equal_ranks import by_kind
 from moetune.memory.host import host_of
 from moetune.memory.outside_allocator import outside_allocator
-from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
-from moetune.memory.terms import terms_of
+from moetune.memory.rank_memory import Allocator, allocator_here, rank_memory
+from moetune.memory.report import GpuMemory, MemoryReport, RankMemory
 from moetune.memory.time.estimate import Duration, duration
 from moetune.memory.trace import Trace, trace
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
-from moetune.parallel.coordinates import data_ranks
+from moetune.parallel.coordinates import Coordinates, data_ranks
 from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.stages import bubble, stages_a_rank
 from moetune.run.validation import refuse_unpredictable
 
-Allocator = Literal["default", "expandable"]
-"""Configuration of torch's caching allocator: default segments, or `expandable_segments:True`."""
 Tracing = Callable[..., Trace]
 """(run, routing, rank=…, gpu=…) -> the trace of that rank on that GPU."""
 _WORDS: dict[Allocator, str] = {"default": "plain segments", "expandable": "expandable segments"}
@@ -50,7 +44,7 @@ def _collecting_less() -> Iterator[None]:
 
 
 @_collecting_less()
-def predict(
+def predict_memory(
     run: AnyRun,
     *,
     gpu: str | Gpu | None = None,
@@ -82,21 +76,24 @@ def predict(
     """
     run = resolve(run, "cuda")
     refuse_unpredictable(run.config)
-    name = gpu or run.config.hardware.gpu
-    card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
-    run = as_known(run, None if name is None else card)
+    names = (gpu,) if gpu else run.config.hardware.names
+    cards = [name if isinstance(name, Gpu) else find_gpu(name) for name in names or ("l40s",)]
+    card = cards[0]
+    run = as_known(run, card if names else None)
     run = run.keeping({}) if is_open(run.config.train) else run
     config = run.config
     common = {
         "model": config.model.path,
         "about": about(run, card.capability),
-        "gpu": None if name is None else GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value),
+        "gpu": GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value) if names else None,
         "assumptions": (
             f"routing: {routing.name}" + (f", at most {routing.highest.name}" if routing.highest else ""),
             f"every sequence has train.sequence_length = {config.train.sequence_length} tokens"
             + (", of two packed documents" if config.packs else ", some padded"),
             *_by_documents(run),
-            *card.assumptions,
+            *["activations are not quantized, as the checkpoint's settings say for inference"]
+            * run.model.source.quantization.has_activations,
+            *dict.fromkeys(line for one in cards for line in one.assumptions),
         ),
         "notes": tuple(
             f"the kernel of {operator} is not used: torch's operations run in its place (hardware.without_kernels)"
@@ -104,17 +101,19 @@ def predict(
         ),
     }
 
+    card_of = [cards[Coordinates.of(config.parallel, rank).pp % len(cards)] for rank in range(config.parallel.ranks)]
+
     def traced(assumed: AssumedRouting) -> dict[int, Trace]:
-        return by_kind(run, assumed, lambda rank: tracing(run, assumed, rank=rank, gpu=card))
+        return by_kind(run, assumed, lambda rank: tracing(run, assumed, rank=rank, gpu=card_of[rank]))
 
     by_rank = traced(routing)
     allocator = (allocator or allocator_here("expandable")) if simulated else None
-    report = _reported(run, card, by_rank, allocator, common)
+    report = _reported(run, card_of, by_rank, allocator, common)
     if run.structure.moe_layers:
-        report = replace(report, unknowns=(*_of_routing(routing, by_rank, report.load.gpu, traced), *report.unknowns))
-    if name is not None and card.bandwidth is None:
-        cards = ", ".join(alike_in_size(card))
-        named = f"; give the name of a card of about this size: {cards}" if cards else ""
+        report = replace(report, unknowns=(*_of_routing(routing, by_rank, report, traced), *report.unknowns))
+    if names and (card := next((one for one in cards if one.bandwidth is None), card)).bandwidth is None:
+        alike = ", ".join(alike_in_size(card))
+        named = f"; give the name of a card of about this size: {alike}" if alike else ""
         note = f"no time estimate: a memory size does not determine a card's speed{named}"
         return replace(report, notes=(*report.notes, note))
     return report
@@ -129,35 +128,37 @@ def _by_documents(run: ResolvedRun) -> list[str]:
     return [f"{by_one}, {more}"] * bool(layers)
 
 
-def allocator_here(unset: Allocator = "default") -> Allocator:
-    """Return the allocator that PYTORCH_ALLOC_CONF or else PYTORCH_CUDA_ALLOC_CONF configures; `unset` if neither is
-    set."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    if settings is None:
-        return unset
-    return "expandable" if re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE) else "default"
-
-
 def _reported(
-    run: ResolvedRun, card: Gpu, found: dict[int, Trace], allocator: Allocator | None, common: dict[str, Any]
+    run: ResolvedRun, cards: list[Gpu], found: dict[int, Trace], allocator: Allocator | None, common: dict[str, Any]
 ) -> MemoryReport:
     """Build the report from the trace of each rank.
 
     Args:
+        cards: the GPU of each rank.
         found: rank -> its trace. Ranks of equal memory share one `Trace` object.
         allocator: the allocator to simulate; None for none.
         common: arguments of `MemoryReport` that do not depend on the traces.
     """
-    outside = outside_allocator(run.config.parallel, card)
-    capacity = None if common["gpu"] is None else card.memory.value - outside
+    parallel = run.config.parallel
+    are_unlike = len({card.name for card in cards}) > 1
     seen: dict[int, RankMemory] = {}
     ranks = []
     for rank, traced in found.items():
         if id(traced) not in seen:
-            seen[id(traced)] = rank_memory(traced, card, outside, allocator, largest_quantized(run), capacity)
+            card = cards[rank]
+            outside = outside_allocator(parallel, card)
+            capacity = None if common["gpu"] is None else card.memory.value - outside
+            seen[id(traced)] = replace(
+                rank_memory(traced, card, outside, allocator, largest_quantized(run), capacity),
+                holds=held_by(run, Coordinates.of(parallel, rank).pp) if parallel.pp > 1 else "",
+                card=GpuMemory(card.full_name, card.memory.value) if are_unlike else None,
+            )
         ranks.append(replace(seen[id(traced)], rank=rank))
-    fullest = found[max(ranks, key=lambda rank: rank.peak_process).rank]
+    tightest = max(ranks, key=lambda rank: rank.peak_process - rank.usable)
+    fullest, card = found[tightest.rank], cards[tightest.rank]
     assert fullest.load is not None
+    if tightest.card is not None:
+        common["gpu"] = tightest.card
     pinned = max(rank.host_bytes for rank in ranks)
     host = host_of(run.config.hardware, card, max(fullest.load.host, pinned), pinned, len(ranks))
     assumptions = list(common.pop("assumptions"))
@@ -175,112 +176,38 @@ def _reported(
         timeline=fullest.timeline(),
         phases=fullest.phases(),
         collectives=fullest.collectives,
-        time=None if common["gpu"] is None else slowest(run.config, found.values(), card),
+        time=None if common["gpu"] is None else slowest(run.config, found, cards),
     )
 
 
 def _of_routing(
     routing: AssumedRouting,
     expected: dict[int, Trace],
-    loading: int,
+    report: MemoryReport,
     traced: Callable[[AssumedRouting], dict[int, Trace]],
 ) -> Iterator[Unknown]:
     """Yield, as an `Unknown`, by how much the peak is lower for `routing.lowest` and higher for `routing.highest`.
 
-    Nothing is yielded if the routing has neither. The peak for a routing is that of the rank that then needs most.
+    Nothing is yielded if the routing has neither. The peak for a routing is that of the rank that then needs most,
+    beyond what its GPU has if the ranks have unlike ones.
 
     Args:
         expected: rank -> its trace with `routing`.
-        loading: bytes of the peak while weights are loaded, below which no step matters.
+        report: with `expected`; below its peak while weights are loaded no step matters.
         traced: returns rank -> its trace with another routing.
     """
     if not (routing.lowest or routing.highest):
         return
 
     def most(by_rank: dict[int, Trace]) -> int:
-        return max(loading, *(trace.parts().total for trace in by_rank.values()))
+        beyond = (trace.parts().total - report.ranks[rank].usable for rank, trace in by_rank.items())
+        return max(report.load.gpu - report.fullest.usable, *beyond)
 
     peak = most(expected)
     low, high = (peak if one is None else most(traced(one)) for one in (routing.lowest, routing.highest))
     of = (routing.lowest or routing).name, (routing.highest or routing).name
     why = f"tokens of the fullest experts: {of[0]} to {of[1]}"
     yield Unknown("routing", max(0, peak - low), max(0, high - peak), why)
-
-
-def rank_memory(
-    found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
-) -> RankMemory:
-    """Return the memory of one rank; its `rank` is 0, for the caller to replace. Bytes that only the allocator adds
-    (rounding to 512 bytes, cuBLAS workspaces) count as `transient_peak`.
-
-    Args:
-        found: the rank's trace.
-        card: the GPU, for the size of a cuBLAS workspace.
-        outside: bytes outside the allocator: context and NCCL buffers.
-        allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
-        matrix: bytes of the largest matrix that is quantized while weights are loaded (`largest_quantized`).
-        capacity: bytes of GPU memory that the allocator may hold; None for no limit.
-    """
-    parts = found.parts()
-    workspaces = found.workspaces
-    if allocator is None:
-        beside = workspaces * card.cublas_workspace.value + found.rounded_peak - parts.total
-        reserved = -(-(parts.total + beside) // LARGE_PAGE) * LARGE_PAGE + SMALL_PAGE
-    else:
-        allocated, reserved = _simulated(found, card, allocator == "expandable", matrix, capacity)
-        beside = allocated - parts.total
-    name = "cuBLAS workspaces; sizes rounded up to 512 bytes"
-    term = Term("transient_peak", name, f"{workspaces} workspaces", beside, "concepts/allocator.md")
-    return RankMemory(
-        rank=0,
-        parts=replace(parts, transient_peak=parts.transient_peak + beside),
-        outside_allocator=outside + found.managed,
-        peak_reserved=reserved,
-        host_bytes=found.host_peak,
-        terms=(*terms_of(found), term),
-    )
-
-
-def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity: int | None) -> tuple[int, int]:
-    """Simulate the allocator on a trace; return the peaks of allocated and of reserved bytes.
-
-    Loading may leave a hole between the weights, so the largest reserved peak of three simulations is returned: with
-    holes of 0, `matrix` and 8 · `matrix` bytes. If only the reserved bytes exceed `capacity`, the simulations that do
-    are repeated with this limit, at which the allocator returns unused memory to the driver; if one fails even so, the
-    bytes that it would have reserved count.
-    """
-    workspace, holes = card.cublas_workspace.value, (0, matrix, 8 * matrix)
-
-    def events(hole: int, sizes: tuple[int, int] | None = None) -> Iterator[Event]:
-        for number in range(traced.workspaces):
-            if sizes is None or sizes[0] <= workspace <= sizes[1]:
-                yield -1 - number, workspace
-        yield from traced.allocations(hole, sizes)
-
-    def played(hole: int, capacity: int | None) -> Reserved:
-        return simulate(events(hole), expandable=expandable, capacity=capacity)
-
-    @cache
-    def of_pool(sizes: tuple[int, int], hole: int) -> int:
-        return simulate(events(hole, sizes), expandable=expandable).peak_reserved
-
-    if expandable:  # without a limit neither pool changes the other, and blocks are as large as what was requested
-        allocated = traced.rounded_peak + traced.workspaces * workspace
-        free = [sum(of_pool((low, high), hole if low <= hole <= high else 0) for low, high in POOLS) for hole in holes]
-    else:
-        unlimited = [played(hole, None) for hole in holes]
-        allocated, free = unlimited[0].peak_allocated, [one.peak_reserved for one in unlimited]
-    if capacity is None or not max(free) > capacity >= allocated:
-        return allocated, max(free)
-    most = 0
-    for hole, reserved in zip(holes, free, strict=True):
-        if reserved > capacity:
-            limited = played(hole, capacity)
-            if not limited.fits:
-                return allocated, max(free)
-            reserved = limited.peak_reserved
-        most = max(most, reserved)
-    return allocated, most
 
 
 def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
@@ -292,9 +219,10 @@ def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
     return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives), waits)
 
 
-def slowest(config: RunConfig, traces: Iterable[Trace], card: Gpu) -> Duration | None:
-    """Return the longest `time_of` of the ranks, of which some may share a trace."""
-    times = [time_of(config, traced, card) for traced in {id(traced): traced for traced in traces}.values()]
+def slowest(config: RunConfig, found: Mapping[int, Trace], cards: Sequence[Gpu]) -> Duration | None:
+    """Return the longest `time_of` of the ranks, given the trace of each, which some may share, and its GPU."""
+    first = {id(traced): rank for rank, traced in reversed([*found.items()])}
+    times = [time_of(config, found[rank], cards[rank]) for rank in first.values()]
     return max((time for time in times if time is not None), key=lambda time: time.seconds.slow, default=None)
 
 

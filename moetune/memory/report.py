@@ -143,6 +143,11 @@ class RankMemory:
         host_bytes: most bytes at once of tensors that settings move to host memory: quantized experts, layers' inputs,
             optimizer states.
         terms: lines that explain `peak_allocated` and sum to it.
+        layers: bytes of `peak_allocated` that belong to each decoder layer of the rank, in order, without transient
+            ones; empty if they were not told apart.
+        sent: bytes that the rank sends in a step.
+        holds: of a pipeline the layers of the rank, and its micro-batches in flight, in words.
+        card: the rank's own GPU in a run on unlike ones; None if all have that of the report.
     """
 
     rank: int
@@ -151,11 +156,25 @@ class RankMemory:
     peak_reserved: int
     host_bytes: int = 0
     terms: tuple[Term, ...] = ()
+    layers: tuple[int, ...] = ()
+    sent: int = 0
+    holds: str = ""
+    card: "GpuMemory | None" = None
+
+    @property
+    def usable(self) -> int:
+        """Bytes that processes can use of the rank's own GPU; 0 if all ranks have that of the report."""
+        return 0 if self.card is None else self.card.usable_bytes
 
     @property
     def peak_allocated(self) -> int:
         """Bytes of live tensors on the GPU at the peak."""
         return self.parts.total
+
+    @property
+    def needed(self) -> int:
+        """Bytes that its GPU must have for a step, without the allocator's cache."""
+        return self.peak_allocated + self.outside_allocator
 
     @property
     def peak_process(self) -> int:
@@ -172,6 +191,7 @@ class RankMemory:
             "peak_reserved": self.peak_reserved,
             "peak_process": self.peak_process,
             "host_bytes": self.host_bytes,
+            "sent_bytes": self.sent,
         }
 
 
@@ -272,8 +292,8 @@ class MemoryReport:
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank whose process takes most GPU memory."""
-        return max(self.ranks, key=lambda rank: rank.peak_process)
+        """The rank whose process takes most GPU memory; on unlike GPUs the one that leaves least of its own."""
+        return max(self.ranks, key=lambda rank: rank.peak_process - rank.usable)
 
     @property
     def peak_process(self) -> int:
@@ -294,7 +314,8 @@ class MemoryReport:
     def required(self) -> int:
         """Bytes that the GPU must have: peak of live tensors, in a step or during loading, plus `outside_allocator`.
         The allocator's cache is not included, because it is released when the GPU is full."""
-        return max(max(rank.peak_allocated for rank in self.ranks), self.load.gpu) + self.fullest.outside_allocator
+        like_it = (rank.peak_allocated for rank in self.ranks if rank.usable == self.fullest.usable)
+        return max(*like_it, self.load.gpu) + self.fullest.outside_allocator
 
     @property
     def span(self) -> Span:

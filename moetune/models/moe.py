@@ -1,13 +1,18 @@
 """Layers with routed experts, recognized by their modules: experts' shape and layout, router, experts per token.
 
 transformers decorates expert modules with `use_experts_implementation`, which sets layout flags on them. Experts are
-recognized by these flags alone, because the names of config fields vary between models. A model with experts but
-without the flags is refused, because neither their number nor their layout is known.
+recognized by these flags alone, because the names of config fields vary between models. Modules without them that
+compute the same get them (`mark_experts`). A model with other experts is refused, because neither their number nor
+their layout is known.
 """
 
+import copy
 import re
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -16,6 +21,7 @@ from moetune.errors import UserError
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 """Attributes that `use_experts_implementation` sets on a module of experts."""
+_DEFAULT_FLAGS = dict.fromkeys(_FLAGS, False) | {"has_gate": True, "is_concatenated": True}
 _EXPERT_CLASS = re.compile(r"(Experts?|MoE|Moe|MoA|SparseMLP|ExpertGLU)$")
 _ROUTER_NAMES = ("router", "gate")
 _TOP_K_NAMES = (
@@ -100,6 +106,47 @@ class MoeLayer:
 def is_experts(module: nn.Module) -> bool:
     """Return whether a module has the flags that transformers sets on modules of routed experts."""
     return all(hasattr(module, flag) for flag in _FLAGS)
+
+
+def mark_experts(model: nn.Module) -> None:
+    """Set transformers' flags on modules that lack them and compute what experts with its default flags do: Step3p7's.
+
+    That is measured, once for each class and shape, because parameters of the same shapes may be used otherwise:
+    LongCat has experts without weights, and Llama 4 multiplies the inputs of experts.
+    """
+    measured: dict[object, bool] = {}
+    for module in model.modules():
+        shapes = {name: weight.shape for name, weight in expert_parameters(module).items()}
+        if shapes.keys() != {"gate_up_proj", "down_proj"} or is_experts(module):
+            continue
+        kind = type(module), *shapes.values()
+        if kind not in measured:
+            measured[kind] = _computes_default(module)
+        if measured[kind]:
+            for flag, value in _DEFAULT_FLAGS.items():
+                setattr(module, flag, value)
+
+
+@torch.no_grad()
+def _computes_default(experts: Any) -> bool:
+    """Return whether a copy of a module of experts, on the CPU, with equal random experts, returns Σ weight · down ·
+    act(gate_up · x), where gate's rows come first."""
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    count, rows, hidden = gate_up.shape if gate_up.ndim == 3 else (0, 0, 0)
+    takes = list(signature(experts.forward).parameters) == ["hidden_states", "top_k_index", "top_k_weights"]
+    if not takes or down.shape != (count, hidden, rows // 2) or not hasattr(experts, "_apply_gate"):
+        return False
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        one, two, x_TH = torch.randn(rows, hidden), torch.randn(hidden, rows // 2), torch.randn(3, hidden)
+        weights_TK, ids_TK = torch.rand(3, 2), torch.tensor([[0, count - 1]]).expand(3, 2)
+        copied = copy.deepcopy(experts)
+        copied.gate_up_proj = nn.Parameter(one.expand(count, -1, -1), requires_grad=False)
+        copied.down_proj = nn.Parameter(two.expand(count, -1, -1), requires_grad=False)
+        expected_TH = copied._apply_gate(x_TH @ one.T) @ two.T * weights_TK.sum(1, keepdim=True)
+        closed = torch.cat([torch.full((3, rows // 2), -20.0), torch.ones(3, rows // 2)], 1)
+        return bool(copied._apply_gate(closed).abs().max() < 1e-3) and torch.allclose(
+            copied(x_TH, ids_TK, weights_TK), expected_TH, rtol=1e-4, atol=1e-4 * float(expected_TH.abs().max())
+        )
 
 
 def read_shape(experts: nn.Module, where: str) -> ExpertShape:

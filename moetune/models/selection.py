@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from moetune.config.fields import IdsByLayer, IdSet
+from moetune.config.fields import IdsByLayer, IdSet, ranges
 from moetune.config.lora_rank import layers_named, rank_of
 from moetune.config.resolved import ResolvedAdapt, ResolvedLora
 from moetune.config.schema import ExpertsConfig, LoraConfig
@@ -287,17 +287,6 @@ class _Resolver:
 def _matches(path: str, target: str) -> bool:
     """Return whether a module path matches a pattern as a whole, or ends in the name `target` (such as `q_proj`)."""
     return fnmatchcase(path, target) or path.endswith(f".{target}") or path == target
-
-
-def ranges(values: Iterable[int]) -> str:
-    """Format integers as in a run file: `[0, 1, 2, 5]` becomes "0-2,5"."""
-    runs: list[list[int]] = []
-    for value in sorted(values):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _numbers(values: Iterable[int]) -> str:

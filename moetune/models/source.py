@@ -9,23 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.published import SourceQuantization, sections_with_settings, settings_beside
+from moetune.formats.source_quantization import (
+    SETTINGS_BESIDE,
+    SourceQuantization,
+    sections_with_settings,
+    settings_beside,
+)
+from moetune.formats.table import quantization_of
 from moetune.json_files import read_json
 from moetune.models.catalog import CatalogModel, find_model, model_names
 from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
 from moetune.models.hub.snapshot import download, downloaded
-from moetune.models.source_quantization import (
-    REST,
-    QuantizedManifest,
-    quantization_of,
-    read_quantized_manifest,
-)
+from moetune.models.quantized_manifest import REST, QuantizedManifest, read_quantized_manifest
 from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
 from moetune.tensor_files import Stored, read_header
@@ -151,8 +153,8 @@ def _of(name: str, config: PretrainedConfig, folder: str | None) -> ModelSource:
     if getattr(config, "dtype", None) not in _DTYPES:  # such as int8: no model is built or quantized in it
         config.dtype = None
     if manifest is not None:  # its config.json is the original's
-        only, left_out = (how.only, how.left_out) if how.base == manifest.base else ((), ())
-        how = replace(manifest.quantization, only=only, left_out=left_out)
+        among = how.base if isinstance(how.base, str) else None
+        how = replace(manifest.quantization, only=how.only, left_out=how.left_out, among=among)
     return ModelSource(name, config, folder, how, manifest)
 
 
@@ -186,6 +188,10 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of errors for an invalid config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
+    return _with_settings_beside(config, folder)
+
+
+def _with_settings_beside(config: PretrainedConfig, folder: Path) -> PretrainedConfig:
     if not any(sections_with_settings(config)) and (beside := settings_beside(folder)):
         config.quantization_config = beside
     return config
@@ -206,7 +212,8 @@ def _config_from_hub(path: str) -> PretrainedConfig:
     """Read a model's configuration from the local hub cache or the network; `UserError` if neither has a valid one."""
     reachable = hub_is_reachable()
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
+        beside = snapshot_download(path, allow_patterns=[*SETTINGS_BESIDE], local_files_only=not reachable)
     except Exception as error:  # no network, no such repository, no access, invalid config or remote code
         entries = map(find_model, model_names())
         hint = suggest(path, [entry.hub_id for entry in entries if entry is not None and entry.hub_id is not None])
@@ -215,6 +222,7 @@ def _config_from_hub(path: str) -> PretrainedConfig:
             f"model {path!r}: no such folder, and the hub did not give its configuration: {why}{hint} "
             f"{how_to_get(path)}"
         ) from None
+    return _with_settings_beside(config, Path(beside))
 
 
 def _one_line(error: Exception) -> str:

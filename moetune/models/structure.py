@@ -21,11 +21,15 @@ from moetune.models.moe import (
     expert_parameters,
     find_router,
     is_experts,
+    mark_experts,
     read_shape,
     read_top_k,
     unknown_experts,
 )
 from moetune.models.text import auto_class, drop_towers, dropped
+
+_QUERY_RANK = "q_lora_rank"
+"""Field of configurations with latent attention: rank of the queries, None for full rank. Ling 3's type lacks it."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,12 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """
     require_causal_lm(config)
     name = config.model_type
+    text = getattr(config, "text_config", config)
+    if getattr(text, _QUERY_RANK, None) and _QUERY_RANK not in type(text).__dataclass_fields__:
+        raise UserError(
+            f"model type {name!r}: config.json has {_QUERY_RANK} {text.q_lora_rank}, and transformers builds this "
+            "type's queries in full rank, which are not those of the checkpoint"
+        )
     config = copy.deepcopy(config)
     set_attention(config, "eager")  # config.json may name an implementation whose package is not installed here
     try:
@@ -141,6 +151,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         raise UserError(f"transformers cannot build {name!r} from its configuration: {why}") from error
     if auto is AutoModelForImageTextToText:
         drop_towers(model)
+    mark_experts(model)
     return model
 
 
@@ -155,8 +166,8 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
     found = unknown_experts(model)
     if found is not None:
         raise UserError(
-            f"model type {model_type!r} is not supported: its experts ({found}) are not among those that "
-            "transformers marks with use_experts_implementation, so they cannot be recognized"
+            f"model type {model_type!r} is not supported: its experts ({found}) are neither among those that "
+            "transformers marks with use_experts_implementation, nor do they compute the same"
         )
     moe_layers = _read_moe_layers(model)
     landmarks = Landmarks(model, _experts_and_routers(model, moe_layers))

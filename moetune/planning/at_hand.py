@@ -37,7 +37,9 @@ def in_words(card: Gpu) -> str:
     return f"the card of this machine, {card.full_name}: {gib(card.memory.value)} free now"
 
 
-def refuse_unfit(doing: str, rough: int, predict: Callable[[Gpu | None], MemoryReport]) -> None:
+def refuse_unfit(
+    doing: str, rough: int, predict: Callable[[Gpu | None], MemoryReport], shown_by: str = "--predict"
+) -> None:
     """Raise `DoesNotFit` if what a command is about to do needs more GPU or host memory than this machine has free.
 
     Args:
@@ -46,6 +48,7 @@ def refuse_unfit(doing: str, rough: int, predict: Callable[[Gpu | None], MemoryR
             prediction takes a second.
         predict: predicts the command on the GPU of this machine, or on its CPU (None). If it raises
             `UserError`, nothing is refused.
+        shown_by: the option or command that prints the prediction.
     """
     here, host = card_at_hand(), this_machine()
     rooms = [room.value for room in (host, None if here is None else here.memory) if room is not None]
@@ -56,7 +59,7 @@ def refuse_unfit(doing: str, rough: int, predict: Callable[[Gpu | None], MemoryR
     except UserError:  # what cannot be predicted is tried
         return
     if report.fits is False:
-        raise DoesNotFit(f"{doing} {verdict(report)}; --predict shows what takes it", report.to_json())
+        raise DoesNotFit(f"{doing} {verdict(report)}; {shown_by} shows what takes it", report.to_json())
 
 
 def surely_below(structure: ModelStructure, tokens: int = 0) -> int:

@@ -59,6 +59,11 @@ class Candidate:
     next_larger: NextLarger | None = None
 
     @property
+    def speed(self) -> float:
+        """Estimated tokens per second; 0 if unknown."""
+        return 0.0 if self.report.time is None else self.report.time.tokens_per_second.middle
+
+    @property
     def goal(self) -> Goal:
         return self.strategy.goal
 

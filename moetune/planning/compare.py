@@ -8,8 +8,8 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import MemoryReport
 from moetune.models.parameter_count import count_parameters
-from moetune.planning.changes import Remedy, fitting
 from moetune.planning.predictor import Predictor
+from moetune.planning.savings import Remedy, fitting
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str]) -> list[
     for gpu in gpus or (None,):
         predictor = Predictor(gpu)
         for name, config in runs:
-            if (gpu or config.hardware.gpu) is None:
+            if not (gpu or config.hardware.names):
                 raise UserError(f"{name}: no card to compare with; give --gpu, or hardware.gpu in the run file")
             report = predictor.whole(config)
             remedy = next(fitting(config, report, predictor.of), None) if report.fits is False else None

@@ -19,7 +19,7 @@ from moetune.files import free_bytes
 from moetune.memory.host import process_here, this_machine
 from moetune.memory.measurement.live import processes_on
 from moetune.memory.measurement.measure import catalog_name
-from moetune.memory.predict import allocator_here
+from moetune.memory.rank_memory import allocator_here
 from moetune.planning.predict import predict
 from moetune.report.units import gib
 from moetune.run.dtypes import this_device

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from moetune.adapt.documents import layers_with_state
 from moetune.config.load import read_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
@@ -14,10 +15,11 @@ from moetune.models.catalog.gpus import Gpu, find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
 from moetune.planning.candidate import Candidate
-from moetune.planning.changes import Remedy, changed, fitting
+from moetune.planning.savings import Remedy, changed, fitting
 from moetune.planning.search import Found, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import calling
+from moetune.run.resolve import resolve_model
 from moetune.training.trl import InTrl
 
 
@@ -124,6 +126,7 @@ def plan(
     routing: AssumedRouting | None = None,
     trainer: InTrl | None = None,
     every: bool = True,
+    beyond: bool = True,
     processes: int = 1,
     show: Show = lambda *_: None,
 ) -> Plan:
@@ -146,6 +149,7 @@ def plan(
         routing: how many tokens each expert is assumed to receive; None: not known.
         trainer: the trainer of TRL that the runs are for; None for moetune's own. No time is estimated then.
         every: whether the largest run of every strategy is searched; else only the most useful run of each goal.
+        beyond: whether the next larger run of each candidate is predicted, `Candidate.next_larger`.
         processes: the number of processes that search at the same time.
         show: called before searches begin, and after each.
 
@@ -167,8 +171,14 @@ def plan(
     start = read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan")
     search = Search(start, gpu, tight, routing or UNKNOWN, trainer)
     base = source.quantization.base
+    # A trace of a pipeline runs all micro-batches of a step, which takes long where layers have a state.
+    pipelines = count > 1 and not layers_with_state(resolve_model(start.model).plain)
     of_goals = {
-        goal: list(strategies(goal, search.structure, count, base))
+        goal: [
+            one
+            for one in strategies(goal, search.structure, count, base, in_trl=trainer is not None)
+            if pipelines or "parallel.pp" not in one.layout
+        ]
         for goal in goals
         if search.structure.moe_layers or goal == "lora"
     }
@@ -178,6 +188,8 @@ def plan(
         results = [*_searched(call, of_goals, every, show)]
         show(len(results), len(results), "predicting the speed of what fits", None)
         fitting_runs = [result.candidate for result in results if result.candidate is not None]
+        if not beyond:
+            fitting_runs = [replace(one, next_larger=None) for one in fitting_runs]
         candidates = _useful_first([*call("whole", _ranked(fitting_runs))])
     miss = None
     if not candidates:
@@ -188,7 +200,9 @@ def plan(
     refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
     for strategy, reason in (pair for result in results for pair in result.refused):
         refused.setdefault((strategy.goal, reason), []).append(strategy.words)
-    notes = [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
+    notes = ["no pipeline was tried: `moetune predict --set parallel.pp` tells what one needs"]
+    notes = notes if count > 1 and not pipelines else []
+    notes += [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
     notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
     notes += dict.fromkeys(note for one in candidates for note in one.report.notes)
     name = gpu if isinstance(gpu, str) else gpu.name
@@ -213,7 +227,7 @@ def _searched(
     while levels:
         searches: list[list[Strategy]] = []
         for level in [of_goal.pop(0) for of_goal in levels.values()]:
-            together = groupby(level, key=lambda strategy: strategy.order if every else strategy.layout)
+            together = groupby(level, key=lambda strategy: (strategy.layout, strategy.order if every else 0))
             searches += [list(group) for _, group in together]
         known, goals = known + len(searches), ", ".join(levels)
         show(made, known, goals, None)
@@ -233,27 +247,30 @@ def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
     """
     order: tuple[Goal, ...] = ("lora", "experts", "router")
     of_goals = ([one for one in candidates if one.goal == goal] for goal in order)
-    useful = [min(of_goal, key=lambda one: one.strategy.place(one.amount)) for of_goal in of_goals if of_goal]
+    useful = [
+        min(of_goal, key=lambda one: one.strategy.place(one.amount, one.speed)) for of_goal in of_goals if of_goal
+    ]
     return useful + [one for one in candidates if not any(one is other for other in useful)]
 
 
 def _ranked(found: list[Candidate]) -> list[Candidate]:
     """Sort candidates, and leave out those that a better one beats.
 
-    The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; rows of a
-    micro-batch, most first. A candidate is beaten by another one for the same goal, from an earlier strategy, that
+    The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; speed,
+    fastest first; rows of a micro-batch, most first. A candidate is beaten by another one for the same goal, from an
+    earlier strategy or a faster one that differs only in how it is divided over GPUs, that
     trains at least as much (two percent less count as equal) and costs no more (`Strategy.costs`); for LoRA and
     routers, also with at least as many rows in a micro-batch.
     """
 
-    def place(one: Candidate) -> tuple[int, ...]:
+    def place(one: Candidate) -> tuple[float, ...]:
         strategy, rows = one.strategy, one.config.train.micro_batch
-        return GOALS.index(one.goal), strategy.on_host, -one.amount, strategy.order, -rows
+        return GOALS.index(one.goal), strategy.on_host, -one.amount, strategy.order, -one.speed, -rows
 
     def is_beaten(one: Candidate) -> bool:
         return any(
             other.goal == one.goal
-            and other.strategy.order < one.strategy.order
+            and (other.strategy.order, -other.speed) < (one.strategy.order, -one.speed)
             and all(less <= more for less, more in zip(other.strategy.costs, one.strategy.costs, strict=True))
             and int(1.02 * other.amount) >= one.amount
             and (one.goal == "experts" or other.config.train.micro_batch >= one.config.train.micro_batch)

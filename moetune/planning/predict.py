@@ -4,12 +4,12 @@ from dataclasses import replace
 from itertools import islice
 
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
-from moetune.memory.predict import Allocator
-from moetune.memory.predict import predict as predict_memory
+from moetune.memory.predict import predict_memory
+from moetune.memory.rank_memory import Allocator
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
-from moetune.planning.changes import fitting
 from moetune.planning.predictor import Predictor
+from moetune.planning.savings import fitting
 from moetune.planning.settle import settled
 from moetune.run.resolve import AnyRun, resolve
 
@@ -39,8 +39,7 @@ def predict(
         NotTraceable: the model's own code reads values of tensors, which fake tensors do not have.
     """
     run = resolve(run, "cuda")
-    if (card := gpu or run.config.hardware.gpu) is not None:
-        run = settled(run, card, routing)
+    run = settled(run, gpu, routing) if gpu or run.config.hardware.names else Predictor().divided(run)
     predictor = Predictor(gpu, routing)
     if allocator is None:
         report = predictor.whole_of_resolved(run)

@@ -1,5 +1,6 @@
 """`Predictor`: memory predictions for many runs of one model, which share the model; reports are kept on disk."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Literal
@@ -9,12 +10,14 @@ from moetune.cache import file_of, read_cached, write_cached
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.commands.trl import predict_trl
-from moetune.memory.predict import allocator_here, predict
-from moetune.memory.report import MemoryReport
+from moetune.memory.predict import predict_memory
+from moetune.memory.rank_memory import allocator_here
+from moetune.memory.report import MemoryReport, RankMemory
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun, resolve
+from moetune.run.stages import least_stages
 from moetune.training.trl import InTrl
 
 
@@ -39,6 +42,7 @@ class Predictor:
     device_type: DeviceType = "cuda"
     trainer: InTrl | None = None
     _like: ResolvedRun | None = None
+    _cut: tuple[range, ...] = ()
 
     def resolve(self, config: RunConfig) -> ResolvedRun:
         """Resolve a run, reusing the model of the last call if it is the same; `UserError` if settings are wrong.
@@ -49,10 +53,35 @@ class Predictor:
         self._like = resolve(config, self.device_type, like=self._like)
         return self._like.keeping({}) if is_open(config.train) else self._like
 
+    def divided(self, run: ResolvedRun) -> ResolvedRun:
+        """Return a run with stages in place of `parallel.stages: auto`, where that is one: those of which the fullest
+        rank needs the least of its GPU.
+
+        Each prediction says what each layer takes, and so which cut would be best if every layer took as much
+        elsewhere, until a cut comes again. The first is the last one that this predictor found, or else one into equal
+        numbers of layers, so the first answer is the same wherever it is asked for.
+        """
+        if run.config.parallel.pp == 1 or run.config.parallel.stages != "auto":
+            return run
+        predictor = replace(self, routing=UNKNOWN, end="high", trainer=None)
+        names = (self.gpu,) if self.gpu else run.config.hardware.names or ("l40s",)
+        rooms = [(name if isinstance(name, Gpu) else find_gpu(name)).memory.value for name in names]
+        tried: dict[tuple[range, ...], float] = {}
+        cut = run.stages
+        if len(self._cut) == len(cut) and self._cut[-1].stop == cut[-1].stop:
+            cut = self._cut
+        while cut not in tried:
+            divided = run.settled_as(None).cut_into(cut)
+            report = predictor.of_resolved(divided)
+            tried[cut] = max(one.needed / rooms[place % len(rooms)] for place, one in _of_stages(report, run))
+            cut = _best_cut(divided, report, rooms)
+        self._cut = min(tried, key=lambda cut: (tried[cut], [stage.stop for stage in cut]))
+        return run.cut_into(self._cut)
+
     def of(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run for the routing that `end` says, without simulating the allocator; `UserError` if
         it cannot be resolved or predicted."""
-        return self.of_resolved(self.resolve(config))
+        return self.of_resolved(self.divided(self.resolve(config)))
 
     def of_resolved(self, run: ResolvedRun) -> MemoryReport:
         """Predict as `of` does, a run that is resolved already."""
@@ -64,7 +93,7 @@ class Predictor:
 
     def whole(self, config: RunConfig) -> MemoryReport:
         """Predict a whole report, whatever `end` says: for all routings that are possible, the allocator simulated."""
-        return self.whole_of_resolved(self.resolve(config))
+        return self.whole_of_resolved(self.divided(self.resolve(config)))
 
     def whole_of_resolved(self, run: ResolvedRun) -> MemoryReport:
         """Predict as `whole` does, a run that is resolved already."""
@@ -72,16 +101,16 @@ class Predictor:
 
     def _kept(self, run: ResolvedRun, routing: AssumedRouting, *, simulated: bool) -> MemoryReport:
         """Read the report of a run from disk; if it is not there, trace the run and write it."""
-        name = self.gpu or run.config.hardware.gpu
-        card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
-        known = as_known(run, None if name is None else card)  # as `predict` does
+        names = (self.gpu,) if self.gpu else run.config.hardware.names
+        cards = [name if isinstance(name, Gpu) else find_gpu(name) for name in names or ("l40s",)]
+        known = as_known(run, cards[0] if names else None)  # as `predict` does
         trainer = self.trainer
         file = file_of(
             {
                 "run": known.config.model_dump(mode="json", exclude={"output"}),
                 "settings": [run.model.settings.to_dict(), run.model.source.config.to_dict()],
                 "published": run.model.source.quantization.method,
-                "gpu": [self.gpu if isinstance(self.gpu, str) else None, asdict(card)],
+                "gpu": [self.gpu if isinstance(self.gpu, str) else None, *map(asdict, cards)],
                 "routing": asdict(routing),
                 "allocator": allocator_here("expandable"),
                 "trainer": None if trainer is None else [trainer.trainer, trainer.arguments, version("trl")],
@@ -93,6 +122,29 @@ class Predictor:
             if trainer is not None:
                 report = predict_trl(run, trainer.trainer, trainer.more, gpu=self.gpu, routing=routing)
             else:
-                report = predict(run, gpu=self.gpu, routing=routing, simulated=simulated)
+                report = predict_memory(run, gpu=self.gpu, routing=routing, simulated=simulated)
             write_cached(file, MemoryReport, report)
         return report
+
+
+def _of_stages(report: MemoryReport, run: ResolvedRun) -> list[tuple[int, RankMemory]]:
+    """Return (index on the axis pp, memory) of one rank of each stage."""
+    ranks = report.ranks[:: len(report.ranks) // run.config.parallel.pp]
+    return list(enumerate(ranks))
+
+
+def _best_cut(run: ResolvedRun, report: MemoryReport, rooms: Sequence[int]) -> tuple[range, ...]:
+    """Return the stages that would be best if each layer took as much on any rank as it does in the report.
+
+    What a rank needs beside its layers, and the memory of its GPU (`rooms`, one for all or one for each rank of the
+    axis), is divided over its stages.
+    """
+    pp, stages = run.config.parallel.pp, run.stages
+    layers, needs = dict[int, int](), list[tuple[int, int]]()
+    for place, rank in _of_stages(report, run):
+        layers |= zip(run.held_layers(place), rank.layers, strict=True)
+        each = len(stages) // pp
+        needs.append(((rank.needed - sum(rank.layers)) // each, rooms[place % len(rooms)] // each))
+    return least_stages(
+        [layers[layer] for layer in sorted(layers)], [needs[place % pp] for place in range(len(stages))]
+    )

@@ -11,17 +11,17 @@ from itertools import groupby
 from typing import Any
 
 from moetune.adapt.documents import layers_with_state
+from moetune.config.fields import ranges
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted, one_line
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
-from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
 from moetune.planning.candidate import Candidate, NextLarger
-from moetune.planning.changes import changed
 from moetune.planning.fit import headroom, last_that_fits, surely_left
 from moetune.planning.predictor import Predictor
+from moetune.planning.savings import changed
 from moetune.planning.strategies import Strategy
 from moetune.run.resolve import resolve_model
 from moetune.training.trl import InTrl
@@ -88,6 +88,11 @@ class Search:
         """The model's layers and parameters."""
         return resolve_model(self.start.model).structure
 
+    @cached_property
+    def _too_large(self) -> set[tuple[str, str]]:
+        """(goal, storage) of which the frozen weights alone exceed the GPU, whatever the optimizer and the size."""
+        return set()
+
     @property
     def left(self) -> Callable[[MemoryReport], int]:
         """Function from a report to the bytes left free on GPU or host, whichever has less; negative if none are. The
@@ -116,13 +121,21 @@ class Search:
 
     def _best(self, strategies: Sequence[Strategy]) -> Candidate | None:
         saving = strategies[-1]
+        stored = saving.goal, str(saving.storage)
+        if stored in self._too_large:
+            return None
         sizes = self._sizes(saving)
+        first = 0 if saving.goal == "experts" else len(sizes) - 1  # the highest rank often fits
+        report = self.predictor.of(self._run(saving, sizes[first]))
+        if not _holds_frozen_weights(report):
+            self._too_large.add(stored)
+            return None
         last, reports = last_that_fits(
             len(sizes),
             lambda number: self.predictor.of(self._run(saving, sizes[number])),
             self.left,
-            start=0 if saving.goal == "experts" else len(sizes) - 1,  # the highest rank often fits
             sizes=[size.amount for size in sizes],
+            known={first: report},
         )
         if last < 0:
             return None
@@ -155,15 +168,18 @@ class Search:
         larger = found.next_larger
         if larger is not None:
             larger = replace(larger, report=self.predictor.whole(larger.config))
-        return replace(found, report=self.predictor.whole(found.config), next_larger=larger)
+        config = found.config
+        if (stages := self.predictor.divided(self.predictor.resolve(config)).config.parallel.stages) != "auto":
+            config = changed(config, {"parallel.stages": stages})
+        return replace(found, config=config, report=self.predictor.whole(config), next_larger=larger)
 
     def _candidate(self, strategy: Strategy, sizes: Sequence[Size], report: MemoryReport) -> Candidate:
         """Return the candidate that trains the first of the sizes, with the largest micro-batch in `ROWS` that fits,
-        and `train.accumulate` divided by it (at least 1)."""
+        and `train.accumulate` divided by it (at least 1, and one for each stage of a pipeline)."""
         config = self._run(strategy, sizes[0])
 
         def with_rows(rows: int) -> RunConfig:
-            accumulate = max(1, config.train.accumulate // rows)
+            accumulate = max(config.parallel.pp, config.train.accumulate // rows)
             return changed(config, {"train.micro_batch": rows, "train.accumulate": accumulate})
 
         # Layers with a state take as long for each document whatever the size, so of such models only one row is tried.
@@ -215,3 +231,10 @@ class Search:
                 words = f"{counted(count, 'layer')} × {counted(each, 'expert')}"
                 sizes.append(Size(count * each, words, chosen))
         return sizes
+
+
+def _holds_frozen_weights(report: MemoryReport) -> bool:
+    assert report.headroom_bytes is not None
+    fullest = report.fullest
+    capacity = report.headroom_bytes + report.required - fullest.outside_allocator
+    return capacity >= fullest.parts.frozen_weights

@@ -1,10 +1,10 @@
-"""`settled`: what takes the memory that is left, in place of `auto` in `train.checkpointing`, `keep_rows` and
-`expert_memory`."""
+"""`settled`: what takes the memory that is left, in place of `auto` in `train.checkpointing`, `keep_rows`,
+`layer_by_layer` and `expert_memory`."""
 
 import torch
 
 from moetune.config.memory_size import parse_size
-from moetune.config.schema import TrainConfig
+from moetune.config.schema import ParallelConfig, RunConfig, TrainConfig
 from moetune.experts.bank import MOST_AT_ONCE
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.measurement.measure import catalog_name
@@ -12,23 +12,29 @@ from moetune.memory.trace import NotTraceable
 from moetune.models.catalog.gpus import Gpu
 from moetune.planning.fit import last_that_fits, surely_left
 from moetune.planning.predictor import Predictor
+from moetune.planning.savings import changed
+from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import NOTHING, Keepable, Kept, is_open
+from moetune.run.resolve import examine
 from moetune.run.resolved import LEAST_EXPERT_MEMORY, ResolvedRun
+from moetune.run.validation import layer_by_layer_problems
 
 
-def settled(run: ResolvedRun, gpu: str | Gpu, routing: AssumedRouting = UNKNOWN) -> ResolvedRun:
-    """Return a run with values in place of `auto` in `train.checkpointing`, `train.keep_rows` and
-    `train.expert_memory`, the last of `_choices` that surely fits a GPU; others unchanged.
+def settled(run: ResolvedRun, gpu: str | Gpu | None, routing: AssumedRouting = UNKNOWN) -> ResolvedRun:
+    """Return a run with values in place of `auto` in `train.checkpointing`, `train.keep_rows`, `train.layer_by_layer`
+    and `train.expert_memory`, the last of `_choices` that surely fits a GPU (None: those of `hardware:`); others
+    unchanged.
 
-    A run of which the first choice does not surely fit takes that, so its verdict never changes.
+    Before that the stages of a pipeline are cut (`Predictor.divided`). A run of which the first choice does not surely
+    fit takes that, so its verdict never changes.
 
     Raises:
         UserError: the run cannot be predicted.
     """
-    choices = _choices(run)
+    predictor = Predictor(gpu, routing, "high", run.device_type)
+    choices = _choices(predictor.divided(run))
     if len(choices) == 1:
         return choices[0]
-    predictor = Predictor(gpu, routing, "high", run.device_type)
     last, _ = last_that_fits(
         len(choices),
         lambda number: predictor.of_resolved(choices[number]),
@@ -41,18 +47,24 @@ def settled(run: ResolvedRun, gpu: str | Gpu, routing: AssumedRouting = UNKNOWN)
 def _choices(run: ResolvedRun) -> list[ResolvedRun]:
     """Return a run with all that `auto` leaves open settled, from what takes least to what takes most.
 
-    First the memory of experts that are computed together doubles until it holds a layer's: on an H100 1 GiB took 24 %
-    off a micro-step of Qwen3-30B-A3B, and everything that layers can keep 7 % for 18 GiB (docs/benchmarks/card.md).
+    First experts in host memory are copied once a step, instead of once a micro-batch. Then the memory of experts that
+    are computed together doubles until it holds a layer's: on an H100 1 GiB took 24 % off a micro-step of
+    Qwen3-30B-A3B, and everything that layers can keep 7 % for 18 GiB (docs/benchmarks/card.md).
     Then each choice keeps in a layer more than the one before: first attention's outputs, which take least for the time
     that they save; then the experts' rows; then the rest of a layer. The last layers come first, because they are the
     first in backward, so their bytes are freed before other layers are recomputed.
     """
     choices = [run.settled_as(None)]
-    if run.config.train.expert_memory == "auto" and (sizes := _expert_memories(run)):
-        choices = [choices[0].with_expert_memory(size) for size in sizes]
+    sizes = _expert_memories(run) if run.config.train.expert_memory == "auto" else []
+    if sizes:
+        choices = [choices[0].with_expert_memory(sizes[0])]
+    if _copies_anew(run) and not any(layer_by_layer_problems(run)):
+        choices.append(choices[0].running_layer_by_layer())
+    choices += [choices[-1].with_expert_memory(size) for size in sizes[1:]]
     if not is_open(run.config.train):
         return choices
-    most = run.with_expert_memory(choices[-1].config.train.expert_memory)
+    last = choices[-1]
+    most = run.running_layer_by_layer(last.layer_by_layer).with_expert_memory(last.config.train.expert_memory)
     layers = list(range(run.structure.num_layers))
     of_experts = [layer.index for layer in run.structure.moe_layers]
     steps: list[tuple[Keepable, list[int]]] = [("rows", of_experts)]
@@ -64,6 +76,12 @@ def _choices(run: ResolvedRun) -> list[ResolvedRun]:
             kept = {**kept, layer: kept.get(layer, NOTHING) | {name}}
             choices.append(most.keeping(kept))
     return choices
+
+
+def _copies_anew(run: ResolvedRun) -> bool:
+    """Return whether every micro-batch copies the experts to the GPU, which `layer_by_layer: auto` may change."""
+    train = run.config.train
+    return train.layer_by_layer == "auto" and run.config.model.experts_on == "host" and train.accumulate > 1
 
 
 def _expert_memories(run: ResolvedRun) -> list[str]:
@@ -79,6 +97,21 @@ def _expert_memories(run: ResolvedRun) -> list[str]:
     return [f"{-(-size >> 20)}MiB" for size in (*sizes, most)] if sizes else []
 
 
+def with_stages(config: RunConfig, device_type: DeviceType, before: ParallelConfig | None) -> RunConfig:
+    """Return a configuration with stages in place of `parallel.stages: auto`: those of `before`, with which the run was
+    interrupted, if its pipeline is the same; else as predicted. A run with other problems stays as it is."""
+    parallel = config.parallel
+    if before is not None and (before.pp, before.schedule) == (parallel.pp, parallel.schedule):
+        return changed(config, {"parallel.stages": before.stages})
+    run = examine(config, device_type)
+    if run.problems:
+        return config
+    gpu = catalog_name(torch.device(device_type)) if device_type == "cuda" and not config.hardware.names else None
+    return changed(
+        config, {"parallel.stages": Predictor(gpu, device_type=device_type).divided(run).config.parallel.stages}
+    )
+
+
 def settled_on(run: ResolvedRun, device: torch.device, before: TrainConfig | None = None) -> ResolvedRun:
     """Return `settled` for the GPU in `hardware.gpu`, or for `device` if that is not set.
 
@@ -88,12 +121,12 @@ def settled_on(run: ResolvedRun, device: torch.device, before: TrainConfig | Non
     Args:
         before: the settings before the run was interrupted, which it takes again if they surely fit.
     """
-    if not is_open(run.config.train) and run.config.train.expert_memory != "auto":
-        return run
     as_before = run.settled_as(before)
-    if device.type == "cpu":
+    if device.type == "cpu" or not (
+        is_open(run.config.train) or run.config.train.expert_memory == "auto" or _copies_anew(run)
+    ):
         return as_before
-    gpu = run.config.hardware.gpu or catalog_name(device)
+    gpu = None if run.config.hardware.names else catalog_name(device)
     try:
         if before is not None and surely_left(Predictor(gpu, end="high").of_resolved(as_before)) >= 0:
             return as_before

@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moetune.config.fields import IdSet
+from moetune.config.fields import IdSet, ranges
 from moetune.config.load import load_run_config
 from moetune.config.lora_rank import ranks_as_text
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu, gpu_names
-from moetune.models.selection import ranges
-from moetune.planning.changes import changed
 from moetune.planning.fit import headroom, last_that_fits, surely_left
 from moetune.planning.predictor import Predictor
+from moetune.planning.savings import changed
 from moetune.run.resolve import ResolvedRun
 
 NOTCH = 64
@@ -111,7 +110,7 @@ def solve(
         UserError: the key is not in `KEYS`, the run file has no such setting, or no GPU is named.
     """
     config, predictor = run if isinstance(run, RunConfig) else load_run_config(run), predictor or Predictor()
-    if key != "hardware.gpu" and (predictor.gpu or config.hardware.gpu) is None:
+    if key != "hardware.gpu" and not (predictor.gpu or config.hardware.names):
         raise UserError("--solve needs a card: give --gpu, or hardware.gpu in the run file")
     axis = axis_of(predictor.resolve(config), key)
     if key == "hardware.gpu":

@@ -6,13 +6,13 @@ that fit.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from typing import Any, Literal, get_args
 
-from moetune.config.schema import Storage
+from moetune.config.resolved import ResolvedBase
 from moetune.formats.table import FORMATS
 from moetune.models.structure import ModelStructure
-from moetune.planning.changes import is_setting_of_host
+from moetune.planning.savings import is_setting_of_host
 
 Goal = Literal["router", "experts", "lora"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
@@ -26,7 +26,7 @@ class Strategy:
         goal: what trains: `router`, `experts` or `lora`.
         settings: values of the run file by dotted key.
         gives_up: what the settings cost, in words; empty if nothing.
-        order: its position among the strategies for the goal, 0 for the best.
+        order: its position among the strategies for the goal that divide a run over GPUs alike, 0 for the best.
     """
 
     goal: Goal
@@ -51,11 +51,11 @@ class Strategy:
         whether the optimizer lacks moments, as LOMO and SGD do."""
         return self.on_host, self.settings["optimizer.name"] in ("lomo", "sgd")
 
-    def place(self, amount: int) -> tuple[int, ...]:
+    def place(self, amount: int, speed: float) -> tuple[float, ...]:
         """Return a sort key, smallest for the most useful of a goal's strategies, if `amount` trains
-        (`Candidate.amount`): one that keeps least in host memory; then with moments; then what trains most; then what
-        gives up least."""
-        return *self.costs, -amount, self.order
+        (`Candidate.amount`) at a `speed`: one that keeps least in host memory; then with moments; then what trains
+        most; then what gives up least; then, of several ways to divide the run over GPUs, the fastest."""
+        return *self.costs, -amount, self.order, -speed
 
     @property
     def storage(self) -> dict[str, Any]:
@@ -113,40 +113,49 @@ _CHECKPOINTING: _Choices = [
     ({"train.checkpointing": "auto"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
 ]
+_COPIED_ONCE: _Choices = [({**settings, "train.layer_by_layer": True}, lost) for settings, lost in _CHECKPOINTING]
+"""The same with experts on the host copied once a step. What all micro-batches hold then counts, also on the host."""
 
 
 def strategies(
-    goal: Goal, structure: ModelStructure, count: int, published: Storage | None = None
+    goal: Goal, structure: ModelStructure, count: int, published: ResolvedBase | None = None, *, in_trl: bool = False
 ) -> Iterator[Strategy]:
     """Yield the strategies for a goal on `count` GPUs, best first.
 
-    `published` is the storage type in which the model is published, if it is quantized. Experts are trained with FSDP
-    alone only where expert parallelism is impossible: every rank then stores all frozen experts, so fewer fit.
+    `published` is the storage type in which the model is published, if it is quantized; `in_trl` whether TRL trains,
+    one micro-batch after the other, as several GPUs do. Experts are trained with FSDP alone only where expert
+    parallelism is impossible: every rank then stores all frozen experts, so fewer fit; and not over the stages of a
+    pipeline, which would be cut anew for each number of experts. Stages keep nothing in host memory.
     """
-    order = 0
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
     for layout in islice(layouts(structure, count), 1 if goal == "experts" else None):
-        for base, lost in _bases(published):
-            for optimizer, lost_too in optimizers:
-                for checkpointing, lost_as_well in _CHECKPOINTING:
-                    settings = {"train.accumulate": _MICRO_STEPS, **layout, **base, **optimizer, **checkpointing}
+        order = 0
+        for (base, lost), (optimizer, lost_too) in product(_bases(published), optimizers):
+            several = count == 1 and not in_trl and optimizer.get("train.accumulate") != 1
+            copied_once = "model.experts_on" in base and several
+            for checkpointing, lost_as_well in (*_COPIED_ONCE, _CHECKPOINTING[-1]) if copied_once else _CHECKPOINTING:
+                settings = {"train.accumulate": _MICRO_STEPS, **layout, **base, **optimizer, **checkpointing}
+                on_host = any(is_setting_of_host(key, value) for key, value in settings.items())
+                if not on_host or "parallel.pp" not in layout:
                     yield Strategy(goal, settings, (*lost, *lost_too, *lost_as_well), order)
-                    order += 1
+                order += 1
 
 
-def _bases(published: Storage | None) -> _Choices:
+def _bases(published: ResolvedBase | None) -> _Choices:
     """Return the storages to try: of a model that is published quantized first that one, as more bits would hold the
     same weights; then those of fewer bits."""
     if published is None or published == "nf4":
         return _BASES
-    kept: dict[str, Any] = {"model.base": published}
-    return [(kept, ()), *(_BASES[2:] if FORMATS[published].bits > 5 else [({**kept, **_HOST}, (_SLOWER,))])]
+    kept: dict[str, Any] = {"model.base": published if isinstance(published, str) else "auto"}
+    fewer_bits = isinstance(published, str) and FORMATS[published].bits > 5
+    return [(kept, ()), *(_BASES[2:] if fewer_bits else [({**kept, **_HOST}, (_SLOWER,))])]
 
 
 def layouts(structure: ModelStructure, count: int) -> Iterator[dict[str, Any]]:
     """Yield the settings that divide a run over `count` GPUs, best first.
 
-    Expert parallelism comes first, if the number of experts of every layer is divisible by `count`; then FSDP alone.
+    Expert parallelism comes first, if the number of experts of every layer is divisible by `count`; then FSDP alone;
+    then a pipeline, whose stages send the least.
     """
     if count == 1:
         yield {}
@@ -155,3 +164,5 @@ def layouts(structure: ModelStructure, count: int) -> Iterator[dict[str, Any]]:
     if structure.moe_layers and all(layer.shape.num_experts % count == 0 for layer in structure.moe_layers):
         yield {**cards, "parallel.ep": count}
     yield cards
+    if structure.num_layers >= count:
+        yield {"hardware.count": count, "parallel.pp": count}

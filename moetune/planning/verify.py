@@ -9,7 +9,8 @@ from moetune.adapt.guard import checked
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.measurement.measure import catalog_name, measure
-from moetune.memory.predict import allocator_here, predict
+from moetune.memory.predict import predict_memory
+from moetune.memory.rank_memory import allocator_here
 from moetune.memory.trace import trace
 from moetune.planning.settle import settled_on
 from moetune.run.dtypes import device_kind
@@ -79,7 +80,7 @@ def verify(
         predicted = dict(zip(_NAMES, (allocated, None, None, on_host), strict=True))
     else:
         card, allocator = catalog_name(device), allocator_here()
-        report = predict(run, gpu=card, routing=routing, allocator=allocator)
+        report = predict_memory(run, gpu=card, routing=routing, allocator=allocator)
         predicted = {name: getattr(report.fullest, name) for name in _NAMES}
     return Outcome(
         predicted=predicted,

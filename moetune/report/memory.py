@@ -3,11 +3,11 @@
 import shlex
 from collections.abc import Iterable, Iterator
 
+from moetune.config.fields import ranges
 from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term, Verdict
 from moetune.memory.time.estimate import Duration
 from moetune.memory.time.work import Work
 from moetune.memory.unknowns import Span
-from moetune.models.selection import ranges
 from moetune.report.units import between, from_to, gib, hours, named, percent
 from moetune.report.view import Table, View, ViewSection
 
@@ -289,11 +289,19 @@ def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
     """Group ranks of equal memory; return (rank numbers such as `0-3,6`, memory of one of them) for each group."""
     groups: dict[tuple[object, ...], list[RankMemory]] = {}
     for rank in ranks:
-        groups.setdefault((rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes), []).append(rank)
+        of = rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes, rank.holds, rank.card
+        groups.setdefault(of, []).append(rank)
     return [(ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
 
 
 def _ranks(report: MemoryReport) -> Table:
+    if any(rank.holds for rank in report.ranks):
+        stages = [
+            (f"{numbers}: {one.holds}" + (f"\non {one.card.name}" if one.card else ""), one)
+            for numbers, one in alike(report.ranks)
+        ]
+        rows = [(holds, *map(gib, (one.peak_allocated, one.peak_process, one.sent))) for holds, one in stages]
+        return Table(("rank: its layers", ">allocated", ">process", ">sends a step"), rows)
     rows = [
         (numbers, *map(gib, (one.peak_allocated, one.peak_reserved, one.outside_allocator, one.peak_process)))
         for numbers, one in alike(report.ranks)

@@ -67,7 +67,7 @@ def read_sources(
             assert counts is not None
             for note in counts.unread:
                 print(f"note: {note}", file=sys.stderr)
-            sources.append(_some_of(name, rows, config, tokens))
+            sources.append(some_of(name, rows, config, tokens))
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -77,7 +77,7 @@ def read_sources(
     return sources, padding
 
 
-def _some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> RoutedData:
+def some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> RoutedData:
     """Draw rows of the data set `name` in a random order seeded by `train.seed`, until they have at least `tokens`
     tokens, padding not counted, or all are drawn."""
     order = np.random.default_rng(config.train.seed).permutation(len(rows))

@@ -107,7 +107,7 @@ def _problems(config: RunConfig) -> list[str]:
         problems.append("parallel.fsdp 1: there is nothing to share; leave parallel: out, and use optimizer.offload")
     if not parallel.reshard:
         problems.append("parallel.reshard: false is FSDP2's; set parallel.zero: 2")
-    if parallel.zero == 3 and model.base in get_args(QuantizedDtype):
+    if parallel.zero == 3 and model.storages.intersection(get_args(QuantizedDtype)):
         problem = "DeepSpeed cannot shard quantized experts and linears; set parallel.zero: 2, or use engine: fsdp2"
         problems.append(f"parallel.zero 3 and model.base {model.base}: {problem}")
     if model.experts_on == "host":

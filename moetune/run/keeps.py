@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from moetune.config.fields import ranges
 from moetune.config.schema import KeptConfig, TrainConfig
-from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
 
 Keepable = Literal["attention", "rows", "rest"]

@@ -1,17 +1,16 @@
 """Linear layers outside of experts: those stored in the precision `model.base`, and how `parallel.tp` splits them."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
 from moetune.compat.transformers import reads_weight
-from moetune.models.components import Component
+from moetune.config.resolved import ResolvedModelConfig
+from moetune.config.schema import BASE_PARTS, Storage
 from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
 
-QUANTIZED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
-"""Components whose frozen linear layers are quantized. Embeddings, routers, norms and the LM head never are."""
 _SMALLEST = 64  # rows and columns: smaller layers, such as a scalar gate, save no memory worth the lost precision
 SPLIT = ("colwise", "rowwise")
 """Styles of `tp_plan` that divide a linear layer's weight over the ranks."""
@@ -26,23 +25,22 @@ def linears_to_quantize(
     model: PreTrainedModel,
     structure: ModelStructure,
     selection: Selection,
-    leaves_out: Callable[[str], bool] = lambda _: False,
-) -> list[str]:
-    """Return the paths of the linear layers to store in the precision `model.base`.
+    config: ResolvedModelConfig,
+) -> dict[str, Storage]:
+    """Return path -> storage of the linear layers to store in the precision `model.base`, whatever the checkpoint.
 
-    They belong to one of `QUANTIZED_COMPONENTS`, stay frozen, and have at least 64 rows and columns. The model only
-    calls them and does not read their weight, so they can be replaced. `leaves_out(path)` is True for layers to leave
-    unquantized. `model` may be on the meta device.
+    They belong to one of `BASE_PARTS`: embeddings, routers, norms and the LM head never do. They stay frozen, and have
+    at least 64 rows and columns. The model only calls them and does not read their weight, so they can be replaced.
+    `model` may be on the meta device.
     """
-    return [
-        path
+    return {
+        path: config.storage_of(linear.component, linear.layer)
         for path, linear in structure.linears().items()
-        if linear.component in QUANTIZED_COMPONENTS
+        if linear.component in BASE_PARTS
         and min(linear.in_features, linear.out_features) >= _SMALLEST
         and f"{path}.weight" not in selection.full
-        and not leaves_out(path)
         and not read_directly(model, path, or_its_dtype=True)
-    ]
+    }
 
 
 def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = False) -> bool:

@@ -44,7 +44,8 @@ def _backward_bytes(run: ResolvedRun, tokens: int) -> int:
     at_once = 0 if mixed or leave_early else run.expert_memory
     experts, matrix = shape.num_experts // run.config.parallel.ep, shape.hidden * shape.gate_up_rows
     group = experts // -(-experts // max(1, at_once // (matrix * width)))
-    is_dequantized = len(trained) < shape.num_experts and DTYPES.get(run.config.model.base) != run.dtype
+    stored = DTYPES.get(run.config.model.storage_of("experts", layer.index))
+    is_dequantized = len(trained) < shape.num_experts and stored != run.dtype
     elements = group * matrix if is_dequantized else 0
     computed_again = 0 if layer.index in run.keeps_rows else shape.gate_up_rows + shape.intermediate
     elements += routed * group // experts * (shape.hidden + computed_again)

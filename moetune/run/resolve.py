@@ -12,7 +12,7 @@ from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig, Resolve
 from moetune.config.schema import ModelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.formats.published import remove_settings
+from moetune.formats.source_quantization import remove_settings
 from moetune.models.dry_run import refuse_unrunnable
 from moetune.models.routers import ScoreFunction, correction_bias, score_functions
 from moetune.models.selection import NOTHING, select
@@ -142,14 +142,15 @@ def _resolve_model(
     if attention == "auto":
         attention = "eager" if any(validation.unsupported_attention(plain, "sdpa")) else "sdpa"
     config = resolved(ResolvedModelConfig, source.quantization.settle(written), dtype=dtype, attention=attention)
+    structure = read_structure(plain) if like is None else like.structure
     problems = [
         *validation.unreadable_source(source.quantization, written),
         *validation.unsupported_attention(plain, attention),
         *validation.mismatched_dtypes(config),
+        *validation.unmatched_base(config, structure),
     ]
     if like is not None:
         return replace(like, config=config), problems
-    structure = read_structure(plain)
     refuse_unrunnable(plain)
     return ResolvedModel(config, source, settings, plain, structure), problems
 

@@ -13,9 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.config.memory_size import parse_size
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
-from moetune.config.schema import OptimizerConfig, Part, TrainConfig
+from moetune.config.schema import OptimizerConfig, Part, Storage, TrainConfig
 from moetune.errors import UserError
-from moetune.formats.table import FORMATS
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
 from moetune.models.source import ModelSource
@@ -65,11 +64,12 @@ class ResolvedModel:
         """Whether each expert's gate and up projections stay quantized separately, as in the published checkpoint."""
         return self.source.quantization.keeps_gate_up_apart(self.config)
 
-    def linears_to_quantize(self, selection: Selection) -> list[str]:
-        """Return the paths of the frozen linear layers outside of experts that are stored in `model.base`, given what
-        trains."""
-        leaves_out = partial(self.source.quantization.leaves_out, config=self.config)
-        return linears_to_quantize(self.plain, self.structure, selection, leaves_out)
+    def linears_to_quantize(self, selection: Selection) -> dict[str, Storage]:
+        """Return path -> storage of the frozen linear layers outside of experts that are stored in `model.base`, given
+        what trains."""
+        leaves_out = self.source.quantization.leaves_out
+        stored = linears_to_quantize(self.plain, self.structure, selection, self.config)
+        return {path: storage for path, storage in stored.items() if not leaves_out(path, storage)}
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,19 @@ class ResolvedRun:
         return parse_size(LEAST_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
 
     @property
+    def layer_by_layer(self) -> bool:
+        """Whether a step's micro-batches run layer by layer; not with `auto` until the GPU is known."""
+        return self.config.train.layer_by_layer is True
+
+    @property
     def keeps_rows(self) -> frozenset[int]:
         """Indices of the layers that keep the outputs of gate_up for backward."""
         return frozenset(layer for layer, kept in self.keeps.items() if "rows" in kept)
 
     @cached_property
-    def quantized_linears(self) -> tuple[str, ...]:
-        """Paths of the linear layers outside of experts that are stored in the precision `model.base`."""
-        return tuple(self.model.linears_to_quantize(self.selection))
+    def quantized_linears(self) -> Mapping[str, Storage]:
+        """Path -> storage of the linear layers outside of experts that are stored in `model.base`."""
+        return self.model.linears_to_quantize(self.selection)
 
     def device(self, device: torch.device | str | None = None) -> torch.device:
         """Return the device to run on; by default the first of the kind that the run was resolved for.
@@ -175,10 +180,16 @@ class ResolvedRun:
         """Return a copy of the run with this `train.expert_memory`."""
         return replace(self, config=self.config.but(train={"expert_memory": size}))
 
+    def running_layer_by_layer(self, runs: bool = True) -> "ResolvedRun":
+        """Return a copy of the run with this `train.layer_by_layer`."""
+        return replace(self, config=self.config.but(train={"layer_by_layer": runs}))
+
     def settled_as(self, before: TrainConfig | None) -> "ResolvedRun":
         """Return a copy of the run with the values of `before` in place of `auto` in `train.checkpointing`,
-        `train.keep_rows` and `train.expert_memory`; for None with those that take least."""
+        `train.keep_rows`, `train.layer_by_layer` and `train.expert_memory`; for None with those that take least."""
         run, train = self, self.config.train
+        if train.layer_by_layer == "auto":
+            run = run.running_layer_by_layer(before is not None and before.layer_by_layer is True)
         if before is not None and train.expert_memory == "auto":
             run = run.with_expert_memory(before.expert_memory)
         return run.keeping({} if before is None else kept_by_layer(before, run.structure)) if is_open(train) else run
@@ -190,12 +201,8 @@ class ResolvedRun:
         left_out = [layer for number, layer in enumerate(every_layer(self.model.plain).values()) if number in layers]
         plain = copy.deepcopy(self.model.plain, {id(layer): layer for layer in left_out})  # these are not copied
         leave_out(plain, layers)
-        config = self.config
-        if config.parallel.pp > 1:  # what remains would be divided otherwise
-            config = config.but(parallel={"stages": [(stage.start, stage.stop - 1) for stage in self.stages]})
         return replace(
             self,
-            config=config,
             model=replace(self.model, plain=plain, structure=structure),
             selection=selection,
             parts=parts_by_name(structure, selection),
@@ -210,32 +217,21 @@ class ResolvedRun:
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
-        """The decoder layers of each stage of the pipeline; one stage with all layers without `parallel.pp`.
+        """The decoder layers of each stage of the pipeline; one stage with all layers without `parallel.pp`."""
+        return stages_of(self.config.parallel, self.structure.num_layers)
 
-        With `stages: auto` they follow from the bytes of weights and, for what trains in full, of gradients and two
-        float32 states.
-        """
+    def cut_into(self, stages: Iterable[range]) -> "ResolvedRun":
+        """Return a copy of the run with these stages of the pipeline, in place of `parallel.stages: auto`."""
+        pairs = tuple((stage.start, stage.stop - 1) for stage in stages)
+        return replace(self, config=self.config.but(parallel={"stages": pairs}))
+
+    def held_layers(self, pp: int) -> dict[int, int]:
+        """Return decoder layer -> stage, for the layers of the rank with the index `pp` on the axis pp, in order; all
+        layers without `parallel.pp`."""
         if self.config.parallel.pp == 1:
-            return (range(self.structure.num_layers),)
-        frozen, width = FORMATS[self.config.model.base].bits / 8, self.dtype.itemsize
-        packed = {f"{path}.weight" for path in self.quantized_linears}
-        chosen = {layer.index: len(self.selection.experts.get(layer.index, ())) for layer in self.structure.moe_layers}
-        totals = {layer.index: layer.shape.num_experts for layer in self.structure.moe_layers}
-        layers, outside = [0.0] * self.structure.num_layers, dict[bool, float]()
-        for one in self.structure.parameters:
-            share = float(one.name in self.selection.full)
-            if one.component == "experts" and one.layer is not None:
-                share = chosen[one.layer] / totals[one.layer]
-            stored = frozen if one.component == "experts" or one.name in packed else width
-            size = one.numel * (share * (2 * width + 8) + (1 - share) * stored)
-            if one.layer is None:
-                is_first = one.name == self.embedding
-                outside[is_first] = outside.get(is_first, 0) + size
-                if is_first and one.name in self.structure.tied.values():
-                    outside[False] = outside.get(False, 0) + size
-            else:
-                layers[one.layer] += size
-        return stages_of(self.config.parallel, [*map(int, layers)], int(outside[True]), int(outside.get(False, 0)))
+            return dict.fromkeys(range(len(every_layer(self.model.plain))), 0)
+        numbers = range(pp, len(self.stages), self.config.parallel.pp)
+        return {layer: number for number in numbers for layer in self.stages[number]}
 
     @property
     def trains_before_stages(self) -> tuple[bool, ...]:

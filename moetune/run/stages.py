@@ -20,35 +20,39 @@ def stages_a_rank(parallel: ParallelConfig) -> int:
     return _VIRTUAL if parallel.stages == "auto" else len(parallel.stages) // parallel.pp
 
 
-def stages_of(parallel: ParallelConfig, layers: Sequence[int], first: int, last: int) -> tuple[range, ...]:
-    """Return the decoder layers of each stage; stage s is on the rank s % pp of the axis.
-
-    With `stages: auto` the stage that weighs most weighs as little as it can. Of equal cuts the one with the shortest
-    first stages is taken, because these have the most micro-batches in flight.
-
-    Args:
-        layers: what each layer weighs, in bytes.
-        first, last: what the first and the last stage weigh beside their layers.
-    """
+def stages_of(parallel: ParallelConfig, layers: int) -> tuple[range, ...]:
+    """Return the decoder layers of each stage; stage s is on the rank s % pp of the axis. `stages: auto` counts as
+    equal numbers of layers: where it cuts is decided by predictions (planning/predictor.py)."""
     if parallel.stages != "auto":
         return tuple(range(start, end + 1) for start, end in parallel.stages)
-    count = parallel.pp * stages_a_rank(parallel)
-    before = [0, *accumulate(layers)]
+    return least_stages([1] * layers, [(0, 1)] * (parallel.pp * stages_a_rank(parallel)))
+
+
+def least_stages(layers: Sequence[int], stages: Sequence[tuple[int, int]]) -> tuple[range, ...]:
+    """Cut decoder layers into stages so that the stage that needs most of its room needs as little as it can; of equal
+    cuts the most even one is taken, and of these the one with the shortest first stages.
+
+    Args:
+        layers: bytes that each layer needs.
+        stages: for each stage, the bytes that it needs beside its layers, and the bytes that it has room for.
+    """
+    before, count = [0, *accumulate(layers)], len(stages)
 
     @cache
-    def best(stage: int, start: int) -> tuple[int, tuple[int, ...]]:
-        """Return the least weight of the heaviest of the stages from `stage` on, given its first layer, and the ends
-        of these stages."""
-        beside = first * (stage == 0) + last * (stage == count - 1)
-        if stage == count - 1:
-            return before[-1] - before[start] + beside, (len(layers),)
-        cuts = []
-        for end in range(start + 1, len(layers) - count + stage + 2):
-            heaviest, ends = best(stage + 1, end)
-            cuts.append((max(heaviest, before[end] - before[start] + beside), (end, *ends)))
+    def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
+        """Return, of the stages from `stage` on, given its first layer: the largest share of its room that one needs,
+        the sum of the squares of the shares, and the ends."""
+        if stage == count:
+            return 0.0, 0.0, ()
+        (beside, room), cuts = stages[stage], []
+        later = count - stage - 1
+        for end in range(start + 1, len(layers) - later + 1) if later else (len(layers),):
+            share = (before[end] - before[start] + beside) / room
+            largest, squares, ends = best(stage + 1, end)
+            cuts.append((max(largest, share), squares + share * share, (end, *ends)))
         return min(cuts)
 
-    _, ends = best(0, 0)
+    ends = best(0, 0)[2]
     return tuple(range(start, end) for start, end in zip((0, *ends), ends, strict=False))
 
 

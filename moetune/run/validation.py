@@ -4,6 +4,7 @@ Each function yields one line for each problem; `resolve` raises all of them tog
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import gcd
 from typing import Any
 
@@ -12,10 +13,11 @@ from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from moetune.compat.transformers import has_sinks, supports_attention
+from moetune.config.fields import ranges
 from moetune.config.resolved import ResolvedModelConfig
-from moetune.config.schema import KeptConfig, ModelConfig, OptimizerConfig, RunConfig
+from moetune.config.schema import BASE_PARTS, BaseConfig, KeptConfig, ModelConfig, OptimizerConfig, RunConfig
 from moetune.errors import UserError, counted
-from moetune.formats.published import SourceQuantization
+from moetune.formats.source_quantization import SourceQuantization
 from moetune.formats.table import FORMATS
 from moetune.models.dry_run import flow_of
 from moetune.models.stack import every_layer
@@ -36,6 +38,8 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
     yield from unsharable_optimizers(run.config)
     yield from indivisible_sizes(run)
     yield from pipeline_problems(run)
+    if run.layer_by_layer:
+        yield from layer_by_layer_problems(run)
     yield from _unsplittable_attention(run)
     if run.config.parallel.engine == "deepspeed":
         try:
@@ -57,8 +61,8 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
             "and AutoRound with 32, 64, 128 or all weights of a row to a scale are; give one of these, or a bf16 "
             "checkpoint of this model"
         )
-    kept = model.base == "auto" and published.method == "bitsandbytes" and "double_quant" in model.model_fields_set
-    if kept and model.double_quant != published.double_quant:
+    kept = model.default_base == "auto" and "double_quant" in model.model_fields_set
+    if kept and published.method == "bitsandbytes" and model.double_quant != published.double_quant:
         yield (
             f"model.double_quant: {str(model.double_quant).lower()}, but {model.path!r} is published with "
             f"{str(published.double_quant).lower()}; leave it out to keep that, or set base: nf4 to quantize it again"
@@ -74,10 +78,32 @@ def unsupported_attention(plain: PreTrainedModel, attention: str) -> Iterator[st
 
 def mismatched_dtypes(model: ResolvedModelConfig) -> Iterator[str]:
     """Yield a line if `model.base` is fp32 and compute has fewer bits, or is bf16 and compute is fp16."""
-    if model.base == "fp32" and model.dtype != "fp32":
+    if "fp32" in model.storages and model.dtype != "fp32":
         yield f"model.base: fp32 needs model.dtype: fp32, not {model.dtype}; set that, or model.base: bf16"
-    if model.base == "bf16" and model.dtype == "fp16":
+    if "bf16" in model.storages and model.dtype == "fp16":
         yield "model.base: bf16 does not go with model.dtype: fp16; set base: nf4 or int8, or dtype: bf16"
+
+
+def unmatched_base(model: ResolvedModelConfig, structure: ModelStructure) -> Iterator[str]:
+    """Yield a line for each layer and part in `model.base` that the model does not have, and for each part that is to
+    be stored in a format of experts alone."""
+    if not isinstance(base := model.base, BaseConfig):
+        return
+    parts: dict[int, list[str]] = {layer: [] for layer in range(structure.num_layers)}  # of each layer
+    for one in structure.parameters:
+        if one.layer is not None and one.component in BASE_PARTS and one.component not in parts[one.layer]:
+            parts[one.layer].append(one.component)
+    named = [("parts", [*chain(*parts.values())], base.parts)]
+    if unknown := base.layers.keys() - parts.keys():
+        yield f"model.base.layers: {ranges(unknown)}, and the model has the layers 0-{structure.num_layers - 1}"
+    inside = {layer: of for layer, of in base.layers.items() if layer in parts and isinstance(of, dict)}
+    named += [(f"layers.{layer}", parts[layer], of) for layer, of in inside.items()]
+    for where, there, of_parts in named:
+        for part, storage in of_parts.items():
+            if part not in there:
+                yield f"model.base.{where}: there are no {part}; there are {', '.join(dict.fromkeys(there))}"
+            elif part != "experts" and not (FORMATS[storage].quantizes_linears or FORMATS[storage].dtype):
+                yield f"model.base.{where}.{part}: {storage} is a format of experts alone; set another for {part}"
 
 
 def unsupported_experts(plain: PreTrainedModel, structure: ModelStructure) -> Iterator[str]:
@@ -244,6 +270,11 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
     """Yield a line for each reason why the model's layers cannot be divided over the stages of a pipeline."""
     parallel, train, layers = run.config.parallel, run.config.train, run.structure.num_layers
     pp, stages = parallel.pp, parallel.stages
+    if (gpus := run.config.hardware.gpus) and len(gpus) != pp:
+        yield (
+            f"hardware.gpus: {counted(len(gpus), 'card')}, and parallel.pp: {pp}; cards of unlike size go with the "
+            "stages of a pipeline, one for each: set pp to as many, or gpu: the smallest of the cards"
+        )
     if pp == 1:
         if stages != "auto" and len(stages) > 1:
             yield f"parallel.stages: {len(stages)} stages, and pp: 1; set pp, the number of ranks, or leave stages out"
@@ -276,6 +307,26 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
         yield f"parallel.pp: the layers of {run.structure.model_type!r} hold layers themselves; set parallel.pp: 1"
         return
     yield from _not_one_after_the_other(run)
+
+
+def layer_by_layer_problems(run: ResolvedRun) -> Iterator[str]:
+    """Yield a line for each reason why the micro-batches of a step must run one after the other."""
+    config, option, lora = run.config, "train.layer_by_layer", run.config.adapt.lora
+    if config.parallel.ranks > 1:
+        yield f"{option}: over several ranks micro-batches run one after the other; set it to false"
+    drawn = dict(_random_settings(run.model.settings.get_text_config().to_dict()))
+    drawn |= {"train.neftune_alpha": config.train.neftune_alpha, "adapt.lora.dropout": lora.dropout if lora else 0.0}
+    if named := ", ".join(f"{key}: {value:g}" for key, value in drawn.items() if value):
+        yield f"{option}: random numbers ({named}) would be drawn in another order; set that to 0, or {option} to false"
+
+
+def _random_settings(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (key, value) of each rate of dropout or noise in a model's configuration and its parts."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _random_settings(value)
+        elif isinstance(value, float) and ("drop" in key or "jitter" in key):
+            yield key, value
 
 
 def _wrong_stages(stages: Sequence[tuple[int, int]], run: ResolvedRun) -> Iterator[str]:
@@ -326,7 +377,7 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
     if run.config.parallel.tp == 1:
         return
     plan, structure, selection = tensor_plan(run.model.plain), run.structure, run.selection
-    quantized = run.quantized_linears if FORMATS[run.config.model.base].quantizes_linears else ()
+    quantized = {path for path, storage in run.quantized_linears.items() if FORMATS[storage].quantizes_linears}
     for path in structure.linears("attention"):
         if style_of(path, plan) not in SPLIT:
             yield f"parallel.tp: transformers has no way to split {path} in training; set parallel.tp: 1"

@@ -209,18 +209,20 @@ class Loop:
         tokens = self.ranks.total_over_data(torch.tensor(predicted, device=self.device))
         size, sums = self.micro_batch, Sums()
         parts = [(rows[at : at + size], counts) for rows, counts in batches for at in range(0, len(rows), size)]
-        if self.ranks.parallel.pp > 1:
+        if self.stepper.takes_all:
             self.where.step, self.where.micro_step, self.where.phase = self.step + 1, 0, "forward"
-            made = collate_evenly(parts, size, self.config.train.accumulate, self.collate)
+            if self.ranks.parallel.pp > 1:
+                made = collate_evenly(parts, size, self.config.train.accumulate, self.collate)
+            else:
+                made = [self._batch(rows, counts) for rows, counts in parts]
             for batch, done in zip(made, self.stepper.micro_steps([*map(self._on_device, made)], tokens), strict=True):
-                sums.add(done, batch["input_ids"].numel(), int(batch["is_token"].sum()))
+                sums.add(done, batch["input_ids"].numel(), _unpadded(batch))
             return sums
         for number, (rows, counts) in enumerate(parts):
             self.where.step, self.where.micro_step, self.where.phase = self.step + 1, number, "forward"
             batch = self._batch(rows, counts)
-            unpadded = int(batch.get("is_token", batch.get("attention_mask")).sum())  # type: ignore[union-attr]
             done = self.stepper.micro_step(self._on_device(batch), tokens, last=number == len(parts) - 1)
-            sums.add(done, batch["input_ids"].numel(), unpadded)
+            sums.add(done, batch["input_ids"].numel(), _unpadded(batch))
         return sums
 
     def _batch(self, rows: list[Row], counts: bool) -> dict[str, Any]:
@@ -378,6 +380,11 @@ class Loop:
             self.step, self.micro_batch, self.tokens = trainer_state.read_state(folder)
 
 
+def _unpadded(batch: Batch) -> int:
+    """Return the number of tokens of a micro-batch that are not padding."""
+    return int((batch["is_token"] if "is_token" in batch else batch["attention_mask"]).sum())
+
+
 class Watcher:
     """Interface of an observer of a run; this base class does nothing. The implementation is in `moetune/watch/`.
 
@@ -389,8 +396,8 @@ class Watcher:
     pace = Pace()
 
     def settled(self, run: ResolvedRun, before: TrainConfig | None) -> ResolvedRun:
-        """Return the run with values in place of `auto` in `train.checkpointing`, `train.keep_rows` and
-        `train.expert_memory`, as fit the GPU.
+        """Return the run with values in place of `auto` in `train.checkpointing`, `train.keep_rows`,
+        `train.layer_by_layer` and `train.expert_memory`, as fit the GPU.
 
         Called if the run has a single rank, before the model is built, once it is known which kernels work. `before`
         are the settings before the run was interrupted; None for a new run.

@@ -158,6 +158,8 @@ def train(
         before = None if checkpoint is None else load_run_config(folder.path / RUN_FILE).train
         if is_open(run.config.train) and not ranks.is_single and before is None:
             say("note: what fits is not known before the ranks start, so layers keep nothing more than their input")
+        stages = ranks.gather(run.stages)[0]  # the first rank's, should others have predicted otherwise
+        run = run.cut_into(stages) if run.config.parallel.pp > 1 else run
         run = watcher.settled(run, before) if ranks.is_single else run.settled_as(before)
         config = run.config
         inputs = _inputs(run, folder, data, checkpoint, say)

@@ -25,6 +25,7 @@ FREE_ON_RESUME = {
     "output", "hardware", "parallel", "train.steps", "train.epochs", "train.log_every", "train.eval_every",
     "train.save_every", "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch", "train.on_oom",
     "train.checkpointing", "train.keep_rows", "train.expert_memory", "train.loss_memory", "train.early_stopping",
+    "train.layer_by_layer",
 }  # fmt: skip
 """Settings that a resumed run may change; a section's name stands for all of its keys."""
 FREE_ON_EXPORT = FREE_ON_RESUME | {"model.path", "model.weights"}

@@ -157,10 +157,13 @@ def prompt_length(config: RunConfig, completion: Any) -> int:
 
 
 def _refuse_what_trl_lacks(run: ResolvedRun) -> None:
-    """Raise one `UserError` that names all settings that change what is learned and that TRL would ignore."""
+    """Raise one `UserError` that names all settings that TRL would ignore and that change what is learned, or ask for
+    another order of micro-batches."""
     train, lora, usual = run.config.train, run.config.adapt.lora, TrainConfig()
     keys = ("max_grad_value", "on_nonfinite", "router_z_loss", "router_aux_scope", "router_bias_rate")
     ignored = [f"train.{key}: {value}" for key in keys if (value := getattr(train, key)) != getattr(usual, key)]
+    if run.layer_by_layer:
+        ignored.append("train.layer_by_layer: true")
     if lora is not None and lora.lr_ratio != 1:
         ignored.append(f"adapt.lora.lr_ratio: {lora.lr_ratio:g}")
     if lora is not None and lora.dtype == "bf16":

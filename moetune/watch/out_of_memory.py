@@ -16,8 +16,8 @@ from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.report import PART_NAMES, PartName, Parts
 from moetune.memory.trace import Trace, trace
 from moetune.models.catalog.gpus import find_gpu
-from moetune.planning.changes import Remedy
-from moetune.planning.remedy import remedies
+from moetune.planning.after_out_of_memory import remedies
+from moetune.planning.savings import Remedy
 from moetune.report.units import gib
 from moetune.run.resolve import ResolvedRun
 from moetune.training.optim.optimizers import CombinedOptimizer

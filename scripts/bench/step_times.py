@@ -2,6 +2,8 @@
 
     python scripts/bench/step_times.py              the table of docs/concepts/time.md, and the fitted constants
     python scripts/bench/step_times.py --trace      the work of each point anew, by tracing it; writes the file
+    python scripts/bench/step_times.py --link TREE  bytes between host and card (docs/concepts/offload.md), predicted by
+                                                    this tree and by others, such as one of 7e9c7804
 
 Points are in docs/benchmarks/step_times.json: a configuration, the card, the seconds that it took there, where they are
 from, and the work of the step (or of the micro-step, without the `update`), as a trace counts it. Under `hosts` are the
@@ -14,8 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +51,27 @@ def traced(point: dict[str, Any]) -> dict[str, int]:
         work = trace(resolve(run, "cuda"), gpu=find_gpu(point["card"])).work
     counted = (done for part, done in work.items() if point["update"] or part != "optimizer")
     return sum(counted, Work()).to_json()
+
+
+def print_the_link(trees: Sequence[Path]) -> None:
+    """Print, for each tree, the bytes that a step of eight micro-batches of Mixtral-8x22B copies between host and card,
+    its experts in host memory, as `moetune predict` of that tree counts them.
+
+    With `checkpointing: offload` the layers' inputs are among them, there and back.
+    """
+    print("| rows of 2,048 | checkpointing | tree | GB over the link a step | process, GiB | pinned, GiB |")
+    print("|---:|---|---|---:|---:|---:|")
+    recipe = str(ROOT / "configs/mixtral-8x22b-lora-host.yaml")
+    for (rows, kept), tree in product(((4, "offload"), (1, "offload"), (1, "full")), trees):
+        sets = ["accumulate=8", f"micro_batch={rows}", f"checkpointing={kept}"]
+        words = [sys.executable, "-m", "moetune", "predict", recipe, "--json", *(f"--set=train.{one}" for one in sets)]
+        with tempfile.TemporaryDirectory() as cache:
+            env = os.environ | {"PYTHONPATH": str(tree), "MOETUNE_CACHE": cache}
+            made = subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True, check=True).stdout
+        report = json.loads(made)
+        copied, rank = report["time"]["work"]["transfers"]["copied"], report["ranks"][0]
+        memory = f"{rank['peak_process'] / 2**30:.2f} | {rank['host_bytes'] / 2**30:.2f}"
+        print(f"| {rows} | {kept} | {tree.name} | {copied / 1e9:,.1f} | {memory} |", flush=True)
 
 
 def numbers(point: dict[str, Any]) -> tuple[float, float, float, float]:
@@ -81,7 +108,12 @@ def fitted(points: Sequence[dict[str, Any]]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", action="store_true", help="count the work of each point anew")
-    if parser.parse_args().trace:
+    parser.add_argument("--link", nargs="*", type=Path, metavar="TREE", help="count what crosses the link to the host")
+    options = parser.parse_args()
+    if options.link is not None:
+        print_the_link([*(tree.resolve() for tree in options.link), ROOT])
+        return
+    if options.trace:
         counted = {key: [point | {"work": traced(point)} for point in points(key)] for key in ("hosts", "points")}
         write_json({"schema": 1, **counted}, FILE)
     found = points()

@@ -53,7 +53,7 @@ def main(folder: Path, out: Path) -> None:
         of_base = [case for case in content["cases"] if case["base"] == base]
         adapters = [case for case in of_base if case["export"] == "vllm" and (out / f"{case['name']}.gguf").exists()]
         models = [(f"{of_base[0]['type']}-base", adapters)]
-        models += [(case["name"], []) for case in of_base if case["export"] == "merged"]
+        models += [(case["name"], []) for case in of_base if case["export"] in ("merged", "quantized")]
         for name, beside in models:
             if not (file := out / f"{name}.gguf").exists():
                 continue

@@ -23,7 +23,7 @@ def log_probabilities(folder: Path, prompts: list[list[int]]) -> np.ndarray:
 
 def main(folder: Path, out: Path) -> None:
     content = json.loads((folder / "cases.json").read_text())
-    named = {case["name"]: Path(case["path"]) for case in content["cases"] if case["export"] == "merged"}
+    named = {case["name"]: Path(case["path"]) for case in content["cases"] if case["export"] in ("merged", "quantized")}
     named |= {f"{case['type']}-base": Path(case["base"]) for case in content["cases"]}
     for name, path in named.items():
         try:

@@ -24,6 +24,8 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 STACKED = ("gpt_oss",)
 """Types whose class in vLLM reads stacked experts; of others only with `enable_mixed_moe_lora_format`."""
 
+EMULATED = ("int4", "gptq", "awq")
+"""Formats whose experts vLLM emulates, which the plugin allows on a CPU."""
 FAULTS_OF = ("mixtral", "gpt_oss")
 """Types whose faulty merged exports are asked too."""
 
@@ -43,11 +45,15 @@ def engine(model: str, model_type: str, adapters: list[str], mixed: bool = False
         settings |= {"enable_mixed_moe_lora_format": True} if mixed else {}
     elif model_type == "gpt_oss":  # a CPU has these experts only in the plugin, with LoRA
         settings = {"enable_lora": True}
+    format = model_type.partition("-")[2]
+    if format in EMULATED:
+        settings["moe_backend"] = "emulation"
     if model_type.startswith("deepseek"):  # the CPU's operator is wrong for [tokens, heads, size]
         settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     return LLM(
-        model=model, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, max_logprobs=-1,
-        max_num_seqs=32, seed=0, disable_log_stats=True, enable_prefix_caching=False, **settings,
+        model=model, dtype="bfloat16" if format else "float32", enforce_eager=True, max_model_len=64, seed=0,
+        skip_tokenizer_init=True, max_logprobs=-1, max_num_seqs=32, disable_log_stats=True,
+        enable_prefix_caching=False, **settings,
     )  # fmt: skip
 
 
@@ -76,8 +82,8 @@ def write(out: Path, case: dict[str, Any], answer: np.ndarray | Exception) -> No
 
 def ask_group(
     out: Path, base: str, model_type: str, group: list[dict[str, Any]], mixed: bool, prompts: list[list[int]]
-) -> None:
-    """Ask for all adapters of a base at once, and the base itself."""
+) -> np.ndarray:
+    """Ask for all adapters of a base at once, and the base itself; return its answer."""
     llm = engine(base, model_type, [case["path"] for case in group], mixed)
     loaded: list[tuple[dict[str, Any], LoRARequest]] = []
     for number, case in enumerate(group, 1):
@@ -91,6 +97,7 @@ def ask_group(
     np.save(out / f"{model_type}-base{'-mixed' if mixed else ''}.npy", answers[0])
     for (case, _), answer in zip(loaded, answers[1:], strict=True):
         write(out, case, answer)
+    return answers[0]
 
 
 def main(folder: Path, out: Path) -> None:
@@ -100,14 +107,17 @@ def main(folder: Path, out: Path) -> None:
         of_base = [case for case in cases if case["base"] == base]
         model_type = of_base[0]["type"]
         adapters = [case for case in of_base if case["export"] == "vllm"]
+        quantized = [case for case in of_base if case["export"] == "quantized"]
         as_peft = [case for case in of_base if case["export"] == "peft"]
         for group, mixed in ((adapters, False), (as_peft, model_type not in STACKED)):
             if not group:
                 continue
             try:
-                ask_group(out, base, model_type, group, mixed, prompts)
+                answer = ask_group(out, base, model_type, group, mixed, prompts)
+                for case in quantized:
+                    write(out, case, answer)
             except Exception as error:
-                for case in group:
+                for case in [*group, *quantized]:
                     write(out, case, error)
             gc.collect()
         merged = [case for case in of_base if case["export"] == "merged" and case["kind"] == "all experts"]

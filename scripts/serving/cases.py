@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from formats import write_formats
 from peft import PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -65,10 +66,14 @@ def kinds(model_type: str) -> dict[str, dict[str, Any]]:
         "unequal ranks": {**both, "rank": {name: 2 if name == "experts" else 6 for name in both["targets"]}},
         "split gate and up": {**both, "rank": 8, "alpha": 20, "gate_up": "split"},
         "rslora": {**both, "rslora": True},
+        "shared outer factors": {**both, "share": "outer"},
+        "bf16 factors": {**both, "dtype": "bf16"},
     }
     if model_type not in LATENT:
         ranks = {"q_proj": 2, "k_proj": 4, "v_proj": 4, "o_proj": 6}
         every["attention"] = {"rank": ranks, "alpha": 10, "rslora": True, "targets": list(ranks)}
+    else:
+        every["o_proj and experts"] = {**both, "targets": ["o_proj", "experts"]}
     if model_type != "gpt_oss":
         every["router"] = {**both, "targets": [*both["targets"], "router"]}
     return every
@@ -176,6 +181,8 @@ def main(folder: Path, types: list[str]) -> None:
         for kind, lora in kinds(model_type).items():
             print(f"{model_type}: {kind}", file=sys.stderr)
             cases += write_case(folder, base, kind, lora)
+    if types == list(TYPES):
+        cases += write_formats(folder, plain, log_probabilities, write_tokenizer)
     for case in cases:
         case["name"] = "-".join(
             (case["type"], case["kind"].replace(" ", "_"), case["fault"] or "right", case["export"])

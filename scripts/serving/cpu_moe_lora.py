@@ -1,6 +1,8 @@
 """A vLLM plugin: experts with LoRA on a CPU, by loops in torch over experts and adapters in place of Triton's kernels.
 
-Everything else (loading, packing, stacking, slots, mapping of tokens to adapters, scheduling, the server) is vLLM's.
+vLLM's own emulation of experts in INT4 (`moe_backend="emulation"`), which dequantizes and calls Triton's kernels, is
+allowed on a CPU too. Everything else (loading, packing, stacking, slots, mapping of tokens to adapters, scheduling, the
+server) is vLLM's.
 """
 
 import torch
@@ -77,3 +79,6 @@ def register():
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
     TritonExperts.apply = apply
+    from vllm.model_executor.layers.fused_moe.experts.int4_emulation_moe import Int4EmulationTritonExperts
+
+    Int4EmulationTritonExperts._supports_current_device = staticmethod(lambda: True)

@@ -226,7 +226,9 @@ def test_routers_that_vllm_calls_without_their_factors(model_type: str, is_dropp
 
 def test_latent_attention_is_merged_for_llama() -> None:
     base = base_of_toy("deepseek_v3")
-    linears = {path: one for path, one in make_adapter(base).linears.items() if path.endswith("o_proj")}
-    assert laid_out(Adapter(linears, {}), base, "vllm").tensors
-    with pytest.raises(UserError, match=r"llama\.cpp accepts factors on latent attention, .*o_proj, .*merge"):
+    every = make_adapter(base).linears
+    for leaf, programs in (("o_proj", ("vllm", "llama.cpp")), ("q_b_proj", ("vllm",))):
+        linears = {path: one for path, one in every.items() if path.endswith(leaf)}
+        assert all(laid_out(Adapter(linears, {}), base, program).tensors for program in programs)
+    with pytest.raises(UserError, match=r"llama\.cpp accepts factors on latent attention, .*q_b_proj, .*merge"):
         laid_out(Adapter(linears, {}), base, "llama.cpp")

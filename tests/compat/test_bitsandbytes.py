@@ -131,7 +131,7 @@ def test_linear_4bit_multiplies_with_that_matrix(shape: tuple[int, int], double_
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="upstream's kernel without AVX512 is right"
 )
 def test_upstream_is_still_wrong() -> None:
-    """If this fails, delete `mend_dequantize_4bit` and its entry in docs/reference/upstream.md."""
+    """If this fails, delete `mend_dequantize_4bit` and its finding."""
     packed, state = bnb.quantize_4bit(matrix((64, 96)), quant_type="nf4")
     _, upstream = mend_dequantize_4bit()
     found = upstream(packed, state.absmax, 64, "nf4", state.shape, torch.float32)

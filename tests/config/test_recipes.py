@@ -6,7 +6,7 @@ import pytest
 
 from moetune.config.load import load_run_config
 from moetune.config.recipes import read_recipe, recipes
-from moetune.memory.predict import predict
+from moetune.memory.predict import predict_memory
 from moetune.run.resolve import resolve
 from tests.cli.test_commands import ROOT
 
@@ -26,7 +26,9 @@ def test_a_recipe_needs_what_it_says(name: str) -> None:
     assert said is not None, "the header does not say what is predicted"
     gib, each, card, host = said.groups()
     assert (card, bool(each)) == (config.hardware.gpu, config.parallel.ranks > 1)
-    report = predict(resolve(config, "cuda"))  # the least: train.expert_memory: auto takes more where some is left
+    report = predict_memory(
+        resolve(config, "cuda")
+    )  # the least: train.expert_memory: auto takes more where some is left
     assert report.required / 2**30 == pytest.approx(float(gib), abs=0.02)
     assert report.fullest.host_bytes / 2**30 == pytest.approx(float(host or 0), abs=0.02)
     assert report.verdict == "yes"

@@ -72,7 +72,7 @@ def draw_biases_and_routers_(model: nn.Module) -> None:
 
 
 def write_run(
-    path: Path, base: Path, adapt: dict[str, Any], *, steps: tuple[int, ...] = (7,), storage: str = "fp32"
+    path: Path, base: Path, adapt: dict[str, Any], *, steps: tuple[int, ...] = (7,), storage: Any = "fp32"
 ) -> ToyRun:
     """A run whose every trained tensor has moved, its checkpoints written through the project's own run folder."""
     settings = {"weights": "pretrained", "base": storage, "dtype": "fp32"}

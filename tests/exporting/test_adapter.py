@@ -24,8 +24,8 @@ from moetune.inference.opened import open_model
 from moetune.models.structure import meta_model, read_structure
 from moetune.tensor_files import read_headers
 from tests.adapters.made import RANK, SCALE, make_adapter, write
-from tests.exporting.formats.test_peft import logits
 from tests.exporting.runs import tensors_of, write_base, write_run
+from tests.exporting.writers.test_peft import logits
 from tests.reference import excite_, run_config, token_ids
 from tests.resolved import build
 

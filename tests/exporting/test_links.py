@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moetune.errors import UserError
-from moetune.exporting.formats.merged import copy_checkpoint
+from moetune.exporting.writers.merged import copy_checkpoint
 from tests.resolved import write_quantized_base
 
 

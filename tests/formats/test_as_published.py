@@ -20,7 +20,7 @@ from moetune.formats.checkpoint import open_checkpoint
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.hub.key_mapping import key_mappings
 from tests.memory.trace.test_loading import load
-from tests.published import write_floats, write_int4
+from tests.published import write_floats, write_int4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
 from tests.resolved import build, write_quantized_base
 from tests.toys import toy_config
@@ -170,12 +170,27 @@ UP = "model.layers.0.mlp.experts.1.up_proj"
             r"weight_block_size None is not valid|fit together",
         ),
         ("row", {f"{UP}.weight_scale": torch.ones(())}, r"up_proj.weight is in another layout and others are fp8-row"),
+        ("row", {f"{UP}.weight_scale": torch.ones(1, 64)}, rf"{UP}.weight' .* do not fit together"),
+        # which of two is right is not known, nor what is left out
+        ("compressed-tensors", {f"{UP}.weight": torch.ones(64, 64)}, rf"{UP}.weight' .* do not fit together"),
+        ("gptq", {f"{UP}.weight": torch.ones(64, 64)}, rf"{UP}.weight' .* do not fit together"),
+        ("tensor", {f"{UP}.weight_scale": torch.ones(())}, rf"{UP}.weight' .* do not fit together"),
+        ("compressed-tensors", {f"{UP}.weight_zero_point": None}, rf"{UP}.weight' .* do not fit together"),
+        ("compressed-tensors", {f"{UP}.weight_shape": torch.tensor([64, 62])}, rf"{UP}.weight' .* do not fit together"),
+        (
+            "compressed-tensors",  # four groups of 16, and 32 in the settings
+            {f"{UP}.weight_scale": torch.ones(64, 4).bfloat16(), f"{UP}.weight_zero_point": torch.zeros(8, 4).int()},
+            rf"{UP}.weight' .* do not fit together",
+        ),
+        ("tensor", {f"{UP}.weight": torch.ones(2, 64, 64).to(torch.float8_e4m3fn)}, rf"{UP}.weight' .* a stack of mat"),
+        ("nvfp4", {f"{UP}.weight_global_scale": torch.zeros(1)}, rf"{UP}.weight_global_scale holds a scale that is 0"),
     ],
 )
 def test_tensors_that_disagree_with_the_settings_are_named(
     kind: str, changes: dict[str, Tensor | None], says: str, tmp_path: Path
 ) -> None:
-    folder = KINDS[kind][1](tmp_path)
+    write = partial(write_nvfp4, model_type="qwen3_moe", producer="compressed-tensors", hidden_size=64)
+    folder = (write if kind == "nvfp4" else KINDS[kind][1])(tmp_path, moe_intermediate_size=64)
     tensors = load_file(folder / "model.safetensors") | changes
     save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=says):

@@ -20,5 +20,5 @@ def test_an_nf4_slice_is_what_bitsandbytes_makes_of_that_matrix(shape: tuple[int
             assert torch.equal(stack.nested_absmax[index], state.state2.absmax)
             assert torch.equal(stack.offset[index], state.offset)
             assert torch.equal(stack.nested_code, state.state2.code)
-        state.shape = torch.Size([weight.numel()])  # flat, the CPU's kernel is exact (docs/reference/upstream.md)
+        state.shape = torch.Size([weight.numel()])  # flat, the CPU's kernel is exact (its finding)
         assert torch.equal(stack.matrix(index, torch.float32), bnb.dequantize_4bit(data, state).view(shape))

@@ -12,12 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.published import SourceQuantization
+from moetune.formats.source_quantization import SourceQuantization
 from moetune.formats.table import FORMATS
 from moetune.tensor_files import NAMES
 
@@ -124,6 +123,14 @@ def test_settings_of_other_layouts_are_not_taken_for_int4() -> None:
         ("awq", {"bits": 4, "group_size": 128, "version": "gemv"}),
         ("auto-round", {"bits": 4, "group_size": 128, "data_type": "mx_fp"}),
         ("auto-round", {"bits": 4, "group_size": 128, "extra_config": {"lm_head": {"bits": 8}}}),
+        ("auto-round", {"bits": 4, "group_size": 128, "extra_config": {"lm_head": {"data_type": "mx_fp"}}}),
+        ("compressed-tensors", packed | {"config_groups": {"x": {"weights": weights | {"actorder": True}}}}),
+        ("compressed-tensors", packed | {"config_groups": {"x": {"weights": weights, "format": "marlin-24"}}}),
+        ("compressed-tensors", packed | {"format": "nvfp4-pack-quantized"}),
+        ("compressed-tensors", packed | {"format": "mxfp4-pack-quantized"}),
+        ("awq", {"bits": 4, "group_size": 128, "version": "gemm", "format": "gemv_fast"}),
+        ("awq", {"bits": 4, "group_size": 128, "backend": "llm-awq"}),
+        ("fp8", {"fmt": "e5m2"}),
     ]
     for method, settings in others:
         assert not any(format.published(method, settings) for format in FORMATS.values()), (method, settings)
@@ -150,11 +157,27 @@ def test_settings_of_other_layouts_are_not_taken_for_int4() -> None:
             "a.mlp",
         ),
         ({"quant_method": "awq", "modules_to_not_convert": ["q_proj"]}, "model.self_attn.q_proj", "model.mlp"),
+        ({"quant_method": "awq", "modules_to_not_convert": ["self_attn"]}, "model.0.self_attn.q_proj", "model.mlp"),
     ],
 )
 def test_modules_in_16_bits(settings: dict[str, Any], left_out: str, kept: str) -> None:
     how = published({"bits": 4, "group_size": 128, **settings})
-    config = ModelConfig.named("x", base="int4-g128")
-    assert how.base == config.base
-    assert how.leaves_out(left_out, config)
-    assert not how.leaves_out(kept, config)
+    assert how.base == "int4-g128"
+    assert how.leaves_out(left_out, how.base)
+    assert not how.leaves_out(kept, how.base)
+
+
+@pytest.mark.parametrize(
+    ("format", "weights"),
+    [
+        ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}),
+        ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+        ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+    ],
+)
+def test_targets_of_compressed_tensors(format: str, weights: dict[str, Any]) -> None:
+    """Of every format; a class of layers is all."""
+    for targets, is_left_out in ((["re:.*experts.*"], True), (["re:.*experts.*", "Linear"], False)):
+        group = {"targets": targets, "weights": weights, "format": format}
+        how = published({"quant_method": "compressed-tensors", "config_groups": {"x": group}})
+        assert how.leaves_out("model.layers.0.self_attn.q_proj", how.base) == is_left_out

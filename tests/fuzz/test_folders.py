@@ -18,7 +18,7 @@ from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.json_files import sealed
-from moetune.models.source_quantization import read_quantized_manifest
+from moetune.models.quantized_manifest import read_quantized_manifest
 from moetune.run.resolve import resolve
 from moetune.training import same_run
 from moetune.training.folder import checkpoint as checkpoints

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moetune.errors import DoesNotFit, UserError
+from moetune.exporting.adapter import convert_adapter, merge_adapter
 from moetune.exporting.export import export
 from moetune.inference.serving import Serving, serving
 from tests.exporting.runs import ToyRun, write_base, write_run
@@ -91,6 +92,21 @@ def test_llama_converts_what_is_not_there_yet(runs: Callable[[str], ToyRun], tmp
         "convert_hf_to_gguf.py",
         "llama-server",
     ]
+
+
+def test_a_template_of_its_own_is_given_to_the_server(runs: Callable[[str], ToyRun], tmp_path: Path) -> None:
+    """Also after `adapter convert` and `merge`, which take it along."""
+    run = runs("mixtral")
+    export(run.path, "peft", tmp_path / "peft")
+    (tmp_path / "peft" / "chat_template.jinja").write_text("{{ messages }}")
+    own = tmp_path / "own"
+    convert_adapter(str(run.base), tmp_path / "peft", "vllm", own)
+    for program, option in (("vllm", "--chat-template"), ("llama.cpp", "--chat-template-file")):
+        plan = serving(str(own), program)  # type: ignore[arg-type]
+        assert options(plan)[option] == str(own / "chat_template.jinja")
+        assert option not in serving(str(run.path), program).commands[-1]  # type: ignore[arg-type]
+    merge_adapter(str(run.base), own, tmp_path / "merged")
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_the_server_takes_the_place_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

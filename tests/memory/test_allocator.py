@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moetune.memory.allocator import POOLS, Event, Reserved, simulate
-from moetune.memory.predict import _simulated
+from moetune.memory.rank_memory import _simulated
 from moetune.models.catalog.gpus import find_gpu
 
 KIB = 1 << 10

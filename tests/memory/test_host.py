@@ -16,7 +16,7 @@ from moetune.planning.plan import plan
 from moetune.planning.predict import predict
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import headroom, solve
-from moetune.planning.tables import missed
+from moetune.planning.views import missed
 from tests.memory.models import toy_run, write_toy
 from tests.report.sample import sample
 

@@ -10,7 +10,7 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.memory.about import trains
 from moetune.memory.assumed_routing import BALANCED, PUBLISHED, UNKNOWN, AssumedRouting, parse_routing
-from moetune.memory.predict import predict as predict_memory
+from moetune.memory.predict import predict_memory
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts, RankMemory
 from moetune.memory.trace import Trace, trace
 from moetune.memory.unknowns import Unknown, of_context

@@ -17,7 +17,7 @@ from moetune.models.text import auto_class
 from tests.thinned import thinned
 from tests.toys import VOCAB, causal_lm_types, expert_model_types, marked_types, toy_config, toy_model
 
-UNMARKED = "not among those that transformers marks"
+UNMARKED = "neither among those that transformers marks"
 UNBUILDABLE = "cannot build"
 REFUSED = {
     "dbrx": UNMARKED,

@@ -1,8 +1,10 @@
 """Reading routers, top_k and fields off models that no type in transformers has, but a future one may."""
 
+import itertools
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moetune.errors import UserError
@@ -59,3 +61,65 @@ def test_config_of_a_vision_model_is_asked_for_its_text_part() -> None:
         built = AutoModelForCausalLM.from_config(config)
     assert {layer.top_k for layer in read_structure(built).moe_layers} == {2}
     assert EXPERTS in moe._expert_counts(config)
+
+
+class Experts(nn.Module):
+    """As transformers' experts of that layout, without its mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 2 * 24, HIDDEN))
+        self.down_proj = nn.Parameter(torch.empty(EXPERTS, HIDDEN, 24))
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return nn.functional.silu(gate) * up.clamp(max=0.5)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
+        for token, choice in itertools.product(*map(range, top_k_index.shape)):
+            expert, x = top_k_index[token, choice], self.read(hidden_states[token], top_k_weights[token, choice])
+            x = self._apply_gate(self.gate_up_proj[expert] @ x)
+            out[token] += self.down_proj[expert] @ x * self.write(top_k_weights[token, choice])
+        return out
+
+    def read(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x
+
+    def write(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+class OnInputs(Experts):
+    def read(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    def write(self, weight: Tensor) -> Tensor:
+        return torch.ones_like(weight)
+
+
+class Alternating(Experts):
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x[..., ::2]) * x[..., 1::2]
+
+
+class UpFirst(Experts):
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        return super()._apply_gate(x.roll(24, -1))
+
+
+class WithIdentities(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS + 2, 2 * 24, HIDDEN))
+
+
+@pytest.mark.parametrize("kind", [Experts, OnInputs, Alternating, UpFirst, WithIdentities])
+def test_experts_without_the_mark_are_marked_if_they_compute_the_same(kind: type[Experts]) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([kind(), kind()])
+    moe.mark_experts(model)
+    assert {moe.is_experts(module) for module in model} == {kind is Experts}
+    assert all(parameter.is_meta for parameter in model.parameters())
+    if kind is Experts:
+        assert moe.read_shape(model[1], "x") == moe.ExpertShape(EXPERTS, HIDDEN, 24, True, False, False, True)

@@ -12,7 +12,7 @@ from moetune.models.source import find_model_source
 from tests.toys import toy_config
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-NVFP4 = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 
 def folder_with(tmp_path: Path, config: object) -> str:

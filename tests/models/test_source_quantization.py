@@ -1,17 +1,22 @@
 """Whatever a configuration says of quantization, wherever it says it, is seen: a model is never counted as 16 bit."""
 
+import copy
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from moetune.adapt.count import count
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
-from moetune.exporting.formats.merged import write_config
-from moetune.formats.published import SourceQuantization, left_out
+from moetune.exporting.writers.merged import write_config
+from moetune.formats.source_quantization import SourceQuantization, left_out
+from moetune.formats.table import quantization_of
 from moetune.models.source import find_model_source
 from moetune.run.resolve import resolve_model
 from tests.toys import toy_config
@@ -25,6 +30,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "modelopt": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
     "not known to anyone": {"quant_method": "not known to anyone"},
 }
+GROUP: dict[str, Any] = {
+    "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+}  # fmt: skip
+CT: dict[str, Any] = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"x": GROUP},
+}  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 
 def write(folder: Path, place: tuple[str, ...], settings: Any, model_type: str = "qwen3_vl_moe") -> str:
@@ -75,6 +87,110 @@ def test_other_keys_of_settings(place: tuple[str, ...], settings: Any, method: s
     assert find_model_source(write(tmp_path, place, settings)).quantization == SourceQuantization(method, is_read=False)
 
 
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        (CT | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config"),
+        (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        (CT | {"sparsity_config": {"format": "dense", "sparsity_structure": "2:4"}}, "sparsity_config"),
+        (CT | {"moe_sparsity_config": {"method": "novice"}}, "moe_sparsity_config"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
+        (GPTQ | {"rotation": "hadamard"}, "rotation"),
+        (GPTQ | {"quant_method": "auto-round", "rotation_config": {"hadamard_type": "random"}}, "rotation_config"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "x": {"rotate": True}}, "rotate"),
+        # gptqmodel's FP8: what it calls weight_scale_inv is the reciprocal of everyone else's
+        ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "weight_scale_semantics"),
+        ({"quant_method": "mxfp8", "moe_quant_algo": "NVFP4"}, "moe_quant_algo"),
+    ],
+)
+def test_weights_that_are_more_than_codes_and_scales_are_refused_by_the_setting(
+    settings: dict[str, Any], setting: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=rf"already quantized \({settings['quant_method']} with {setting}\)"):
+        count(write(tmp_path, PLACES[0], settings, "mixtral"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "base", "has_activations"),
+    [
+        (CT, "int4-g32", False),
+        (CT | {"sparsity_config": {"format": "dense", "sparsity_structure": "unstructured"}}, "int4-g32", False),
+        (CT | {"transform_config": {}, "kv_cache_scheme": {"num_bits": 8}}, "int4-g32", False),
+        (CT | {"config_groups": {"x": GROUP | {"input_activations": {"num_bits": 8}}}}, "int4-g32", True),
+        (
+            CT | {"format": "mixed-precision", "config_groups": {"x": GROUP | {"format": CT["format"]}}},
+            "int4-g32",
+            False,
+        ),
+        (GPTQ | {"pack_dtype": "int32", "rotation": None, "adapter": None}, "int4-g128", False),
+        (GPTQ | {"group_size": -1, "desc_act": True}, "int4-row", False),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "act_bits": 8}, "int4-g32", True),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8-tensor", True),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", True),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "nvfp4", False),
+    ],
+)
+def test_what_is_read(settings: dict[str, Any], base: str, has_activations: bool, tmp_path: Path) -> None:
+    published = find_model_source(write(tmp_path, PLACES[0], settings, "mixtral")).quantization
+    assert (published.base, published.has_activations) == (base, has_activations)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (CT | {"config_groups": [1]}, "config_groups"),
+        (CT | {"config_groups": {"W4A16": ["Linear"]}}, "config_groups"),
+        (CT | {"config_groups": {"x": GROUP | {"targets": "Linear"}}}, "config_groups.targets"),
+        (CT | {"config_groups": {"x": GROUP | {"targets": ["re:(("]}}}, "config_groups.targets"),
+        (GPTQ | {"dynamic": ["-:x"]}, "dynamic"),
+        (GPTQ | {"modules_in_block_to_quantize": 3}, "modules_in_block_to_quantize"),
+        (GPTQ | {"dynamic": {"-:((": {}}}, "dynamic"),
+        (GPTQ | {"quant_method": "auto-round", "extra_config": {"x": None}}, "extra_config"),
+        (GPTQ | {"quant_method": "auto-round", "extra_config": {"((*": {"bits": 16}}}, "extra_config"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_named(settings: dict[str, Any], key: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"quantization_config\.{key} .* is not valid"):
+        find_model_source(write(tmp_path, PLACES[0], settings, "mixtral"))
+
+
+def places(settings: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each value in settings."""
+    keys = settings if isinstance(settings, dict) else range(len(settings)) if isinstance(settings, list) else ()
+    for key in keys:
+        yield (*before, key)
+        yield from places(settings[key], (*before, key))
+
+
+FLOAT = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CT | {"ignore": ["lm_head"], "sparsity_config": {"format": "dense"}},
+        CT | {"format": "float-quantized", "config_groups": {"x": GROUP | {"weights": FLOAT}}},
+        GPTQ | {"desc_act": True, "dynamic": {"-:x": {}}, "modules_in_block_to_quantize": [["x"]], "format": "gptq"},
+        GPTQ | {"quant_method": "awq", "version": "gemm", "modules_to_not_convert": ["x"]},
+        GPTQ | {"quant_method": "auto-round", "extra_config": {"x": {"bits": 16}}, "data_type": "int", "act_bits": 16},
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "modules_to_not_convert": ["x"]},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["x"]},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ],
+)
+def test_no_value_of_a_setting_ends_in_another_error(settings: dict[str, Any]) -> None:
+    for place in places(settings):
+        for value in (None, 3, 2.5, "x", "re:((", [], [3], [["a"]], [None], {}, {"a": 1}, {"a": {"b": []}}, True):
+            changed: Any = copy.deepcopy(settings)
+            section = changed
+            for key in place[:-1]:
+                section = section[key]
+            section[place[-1]] = value
+            with suppress(UserError):
+                quantization_of(PretrainedConfig(quantization_config=changed))
+
+
 def test_settings_that_differ_are_refused_by_both_names(tmp_path: Path) -> None:
     path = write(tmp_path, PLACES[1], SETTINGS["hqq"])
     assert find_model_source(path).quantization.method == "hqq"
@@ -96,6 +212,16 @@ def test_settings_in_a_file_of_their_own(name: str, method: str, tmp_path: Path)
     assert find_model_source(str(tmp_path)).quantization.method == method
 
 
+def test_settings_beside_a_configuration_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    home = "moetune.models.source."
+    monkeypatch.setattr(f"{home}AutoConfig.from_pretrained", lambda *_, **__: toy_config("mixtral"))
+    monkeypatch.setattr(f"{home}snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr(f"{home}hub_is_reachable", lambda: True)
+    published = find_model_source("someone/something").quantization
+    assert (published.method, published.is_read) == ("modelopt", False)
+
+
 def test_a_dequantized_copy_says_nothing_of_it(tmp_path: Path) -> None:
     write(tmp_path, PLACES[1], SETTINGS["hqq"])
     (tmp_path / "out").mkdir()
@@ -114,6 +240,7 @@ def test_a_dequantized_copy_says_nothing_of_it(tmp_path: Path) -> None:
         (r"model\.layers\.\d\.mlp", "model.layers.1.mlp.up_proj", True),
         (r"model\.layers\.\d\.mlp.gate", "model.layers.1.mlp.gate_proj", False),
         ("mlp.gate", "model.layers.1.mlp.gate", True),
+        ("expert_gate", "model.layers.1.mlp.shared_expert_gate", True),
         ("re:.*self_attn.*", "model.layers.1.self_attn.q_proj", True),
         (r"re:.*mlp\.(gate|up)_proj$", "model.layers.1.mlp.down_proj", False),
         ("*[", "model.layers.1.mlp", False),
@@ -122,6 +249,5 @@ def test_a_dequantized_copy_says_nothing_of_it(tmp_path: Path) -> None:
 def test_modules_that_are_left_out(key: str, pattern: str, path: str, is_left_out: bool) -> None:
     """By whatever program's key, and its kind of pattern."""
     published = SourceQuantization("fp8", "fp8", left_out=left_out({key: [pattern]}))
-    config = ModelConfig.named("x", base="fp8")
-    assert published.leaves_out(path, config) == is_left_out
-    assert not published.leaves_out(path, ModelConfig.named("x", base="nf4"))
+    assert published.leaves_out(path, "fp8") == is_left_out
+    assert not published.leaves_out(path, "nf4")

@@ -153,3 +153,10 @@ def test_unbuildable_configuration_is_a_user_error() -> None:
     config = MixtralConfig(hidden_size=32, num_hidden_layers=1, hidden_act="no_such_activation")
     with pytest.raises(UserError, match=r"cannot build 'mixtral'.*no_such_activation"):
         meta_model(config)
+
+
+def test_queries_of_low_rank_that_transformers_does_not_build_are_refused() -> None:
+    assert structure_of("bailing_hybrid", q_lora_rank=None).moe_layers
+    assert structure_of("deepseek_v3", q_lora_rank=16).moe_layers
+    with pytest.raises(UserError, match=r"'bailing_hybrid': .* q_lora_rank 24, and transformers builds"):
+        structure_of("bailing_hybrid", q_lora_rank=24)

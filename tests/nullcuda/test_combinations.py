@@ -73,6 +73,14 @@ def test_a_combination_takes_what_is_predicted(case: Case, toy_model: Path) -> N
     assert compared.managed == compared.managed_predicted, compared
 
 
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("adapt", ["experts", "lora"])
+def test_micro_batches_layer_by_layer_take_what_is_predicted(adapt: str, checkpointing: str, toy_model: Path) -> None:
+    train = {"accumulate": 3, "layer_by_layer": True, "checkpointing": checkpointing}
+    compared = runs.compare(runs.toy_run(toy_model, adapt, model={"experts_on": "host"}, train=train))
+    assert compared.off == 0, compared
+
+
 @pytest.mark.parametrize("adapt", ["router", "experts"])
 def test_a_gradient_through_all_experts_takes_what_is_predicted(adapt: str, toy_model: Path) -> None:
     compared = runs.compare(runs.toy_run(toy_model, adapt, train={"dense_router_gradient": True}))

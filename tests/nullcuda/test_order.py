@@ -12,13 +12,13 @@ from tests.nullcuda import device, order, runs
 from tests.resolved import measure
 
 
-def on_host(model: Path) -> RunConfig:
+def on_host(model: Path, **train: Any) -> RunConfig:
     """Experts, layers' inputs and the optimizer's update on the host: every way there and back."""
     return runs.toy_run(
         model,
         "lora",
         model={"experts_on": "host"},
-        train={"checkpointing": "offload"},
+        train={"checkpointing": "offload", **train},
         optimizer={"name": "adamw", "offload": True},
     )
 
@@ -33,8 +33,9 @@ def nothing(*arguments: Any) -> None:
     """Instead of a wait."""
 
 
-def test_every_copy_is_waited_for(toy_model: Path, tmp_path: Path) -> None:
-    found = logged(on_host(toy_model), tmp_path / "log")
+@pytest.mark.parametrize("train", [{}, {"accumulate": 3, "layer_by_layer": True}], ids=["one", "layer by layer"])
+def test_every_copy_is_waited_for(train: dict[str, Any], toy_model: Path, tmp_path: Path) -> None:
+    found = logged(on_host(toy_model, **train), tmp_path / "log")
     copies = order.copies(found)
     assert len({access.who for access in copies}) >= 4, "experts, inputs out, inputs back, gradients and weights"
     assert len(copies) > 100

@@ -1,13 +1,19 @@
 """Runs over the stages of a pipeline, for tests: whole runs by `moetune train`'s own code, on ranks that gloo joins."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moetune.config.schema import RunConfig
+from moetune.models.catalog import find_model
+from moetune.models.structure import read_structure
 from moetune.parallel.ranks import Ranks
 from tests import small
 from tests.parallel import world
 from tests.resolved import train
+from tests.toys import toy_model
 
 
 def config_of(
@@ -30,12 +36,31 @@ def config_of(
     )  # fmt: skip
 
 
+def write_toy(folder: Path, model_type: str, **sizes: Any) -> Path:
+    """Write a toy of four layers in hub format, with routers so wide that rounding never changes their choice."""
+    entry = find_model("tiny-mixtral")
+    assert entry is not None
+    assert entry.folder is not None
+    kinds = {"layer_types": ["mamba", "attention"] * 2} if model_type == "granitemoehybrid" else {}
+    model = toy_model(model_type, vocab_size=entry.config["vocab_size"], **{"num_hidden_layers": 4, **kinds, **sizes})
+    for layer in read_structure(model).moe_layers:
+        for name, parameter in model.get_submodule(layer.router).named_parameters():
+            if name == "weight":
+                torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(entry.folder / name, folder)
+    return folder
+
+
 def on_a_rank(configs: list[tuple[RunConfig, str]]) -> list[dict[str, Any]]:
-    """Train one run after the other on this rank."""
-    ranks = Ranks.join(configs[0][0].parallel, "cpu")
-    return [train(config, resume=resume, device="cpu", ranks=ranks).to_json() for config, resume in configs]
+    """Train one run after the other on this rank, each in a layout of its own."""
+    return [
+        train(config, resume=resume, device="cpu", ranks=Ranks.join(config.parallel, "cpu")).to_json()
+        for config, resume in configs
+    ]
 
 
 def run(*configs: RunConfig, resume: str = "never") -> list[dict[str, Any]]:
-    """Train runs of one layout; return the results of the first rank."""
+    """Train runs of equally many ranks; return the results of the first rank."""
     return world.run(configs[0].parallel.ranks, on_a_rank, [(config, resume) for config in configs])[0]

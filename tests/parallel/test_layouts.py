@@ -58,6 +58,20 @@ def test_without_checkpointing(name: str, alone: list[layouts.Outcome], small_mo
         assert layouts.difference(taken, alone[CASES.index(case)].taken) < layouts.TOLERANCE
 
 
+SEVERAL = ("fsdp 2", "zero 2", "tp 2 × ep 2", "deepspeed, zero 2")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_base_in_several_precisions(name: str, small_model: Path, sharded: Path) -> None:
+    """Attention that is not quantized is split, beside experts that are."""
+    base: Any = {"default": "nf4", "parts": {"attention": "fp32"}, "layers": {1: {"experts": "int8"}}}
+    parallel = LAYOUTS[name] if name in LAYOUTS else DEEPSPEED[name] | {"deepspeed": str(sharded)}
+    (alone,) = world.run(1, layouts.few_steps, {}, ("lora", base), small_model)
+    for taken in world.run(2, layouts.few_steps, parallel, ("lora", base), small_model):
+        assert layouts.difference(taken, alone) < layouts.TOLERANCE
+
+
 @pytest.mark.parametrize(
     "model_type",
     [

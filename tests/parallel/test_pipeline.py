@@ -1,24 +1,33 @@
 """Pipelines against one process: whole runs, checkpoints read by other layouts, predictions; and what is refused."""
 
+from collections.abc import Callable
+from functools import cache
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble, schedules
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.memory.predict import predict
+from moetune.memory.predict import predict_memory
+from moetune.models.catalog.gpus import find_gpu
 from moetune.models.dry_run import flow_of
 from moetune.models.stack import StageLayers, every_layer
 from moetune.models.structure import meta_model
 from moetune.parallel.ranks import Ranks
+from moetune.planning.predictor import Predictor
 from moetune.run.resolve import resolve
-from moetune.run.stages import bubble, in_flight, stages_of
+from moetune.run.resolved import ResolvedRun
+from moetune.run.stages import bubble, in_flight, least_stages
 from tests import small
+from tests.memory.models import toy_run
 from tests.parallel import pipelines, predicted, world
 from tests.toys import expert_model_types, toy_config, toy_model
 
@@ -73,6 +82,46 @@ def test_a_pipeline_trains_as_one_process(
     assert_same(tmp_path / "one", tmp_path / "two", 5)
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **SCHEDULES,
+    "four ranks": {"pp": 4},
+    "four ranks, gpipe": {"pp": 4, "schedule": "gpipe"},
+    "replicas": {"pp": 2, "replicate": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Model type -> folder with a toy, and its runs on one rank, by what trains; the last two layers' experts, so that
+    with two stages nothing trains in the first."""
+
+    @cache
+    def made(model_type: str) -> Path:
+        folder = tmp_path_factory.mktemp(model_type)
+        pipelines.write_toy(folder / "model", model_type)
+        pipelines.run(*(toy_config_of(folder, data, adapt, folder / adapt, {}) for adapt in small.ADAPT))
+        return folder
+
+    return made
+
+
+def toy_config_of(folder: Path, data: Path, adapt: str, output: Path, parallel: dict[str, Any]) -> RunConfig:
+    last = {"adapt": {"router": "none", "experts": {"layers": "2-3", "ids": [0, 1]}}} if adapt == "experts" else {}
+    return pipelines.config_of(folder / "model", data, output, adapt, parallel, **last)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid"])
+def test_every_kind_of_model_in_every_layout(
+    model_type: str, layout: str, of_one_rank: Callable[[str], Path], data: Path, tmp_path: Path
+) -> None:
+    folder = of_one_rank(model_type)
+    pipelines.run(*(toy_config_of(folder, data, adapt, tmp_path / adapt, LAYOUTS[layout]) for adapt in small.ADAPT))
+    for adapt in small.ADAPT:
+        assert_same(folder / adapt, tmp_path / adapt, 10)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("parallel", [{"pp": 4}, {"pp": 2, "replicate": 2}])
 def test_four_ranks(parallel: dict[str, Any], model: Path, data: Path, tmp_path: Path) -> None:
@@ -107,19 +156,32 @@ def test_other_layouts_go_on_and_the_same_one_bit_by_bit(model: Path, data: Path
     assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-6
 
 
+class _Waited:
+    """Messages whose handles are dropped when they are waited for: NCCL then lets go of the tensors, gloo only so."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self._messages = messages
+
+    def wait(self) -> None:
+        for message in self._messages:
+            message.wait()
+        self._messages = []
+
+
 def measured(configs: list[RunConfig]) -> list[tuple[predicted.Solution, predicted.Counts]]:
-    ranks = Ranks.join(configs[0].parallel, "cpu")
-    return [predicted.measured(config, ranks) for config in configs]
+    ranks, send = Ranks.join(configs[0].parallel, "cpu"), schedules._batch_p2p
+    with patch.object(schedules, "_batch_p2p", lambda ops, desc=None: [_Waited(send(ops))] if ops else []):
+        return [predicted.measured(config, ranks) for config in configs]
 
 
 @pytest.mark.parametrize(
     "schedule", [pytest.param(name, marks=[] if name == "interleaved1f1b" else pytest.mark.full) for name in SCHEDULES]
 )
 def test_a_prediction_is_what_real_ranks_take_and_send(schedule: str, model: Path, tmp_path: Path) -> None:
-    """On rank 0 gloo holds a message that was sent until its handle is dropped; NCCL until it is waited for."""
+    mixed = {"path": str(model), "dtype": "fp32", "base": {"layers": {0: "fp32", 2: {"experts": "int8"}}}}
     configs = [
-        pipelines.config_of(model, tmp_path, tmp_path / "out", adapt, SCHEDULES[schedule])
-        for adapt in ("experts", "lora")
+        pipelines.config_of(model, tmp_path, tmp_path / "out", adapt, SCHEDULES[schedule], **sections)
+        for adapt, sections in (("experts", {}), ("lora", {"model": mixed}))
     ]
     found = world.run(2, measured, configs)
     for number, config in enumerate(configs):
@@ -127,12 +189,36 @@ def test_a_prediction_is_what_real_ranks_take_and_send(schedule: str, model: Pat
             real, counts = found[rank][number]
             told = predicted.predicted(config, rank, counts)
             assert told.collectives == real.collectives
-            assert told.peak == pytest.approx(real.peak, rel=0.02 if rank == 0 else 1e-3)
+            assert told.peak == pytest.approx(real.peak, rel=1e-3)
+
+
+def frozen_first_stage(rank: int) -> Tensor | None:
+    """The gradient of a stage that trains, behind one that does not, by the interleaved zero-bubble schedule."""
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    layers[0].requires_grad_(False)
+    example = torch.ones(2, 4)
+    stage = PipelineStage(
+        layers[rank], rank, 2, torch.device("cpu"), input_args=(example,) if rank == 0 else (example.clone(),),
+        output_args=(example.clone(),),
+    )  # fmt: skip
+    schedule = ScheduleInterleavedZeroBubble([stage], 2, loss_fn=lambda output, target: output.sum(), scale_grads=False)
+    schedule.step(*([torch.ones(4, 4)] if rank == 0 else []), **({"target": torch.ones(4, 4)} if rank == 1 else {}))
+    return layers[rank].weight.grad
+
+
+def on_a_rank() -> Tensor | None:
+    return frozen_first_stage(torch.distributed.get_rank())
+
+
+@pytest.mark.full
+def test_zero_bubble_schedules_lose_gradients_behind_a_frozen_stage() -> None:
+    """Why `parallel.schedule` has none of them. If this fails, torch has mended it, and they can be offered."""
+    assert world.run(2, on_a_rank)[1] is None
 
 
 def test_a_report_names_the_stages(model: Path, tmp_path: Path) -> None:
     config = pipelines.config_of(model, tmp_path, tmp_path / "out", "router", {"pp": 2, "stages": ["0-2", 3]})
-    report = predict(config, gpu="rtx-3090", simulated=False)
+    report = predict_memory(config, gpu="rtx-3090", simulated=False)
     text = dict(report.about)["stages"]
     assert text == "1f1b: layers 0-2 (2 in flight); layers 3-3 (1 in flight); 20% of a step waits for other stages"
     assert [sent.axis for sent in report.collectives if sent.kind == "point-to-point"]
@@ -180,12 +266,49 @@ REFUSED = {
 """Layers that return or take more than hidden states, or whose code reads values."""
 
 
-def test_stages_are_cut_where_the_heaviest_weighs_least(model: Path, tmp_path: Path) -> None:
-    config = pipelines.config_of(model, tmp_path, tmp_path / "out", "router", {"pp": 2})
-    assert stages_of(config.parallel, [4, 1, 1, 1, 1], 0, 0) == (range(1), range(1, 5))
-    assert stages_of(config.parallel, [1, 1, 1, 1], 2, 0) == (range(1), range(1, 4))
-    whole = resolve(config, "cpu").stages
-    assert [layer for stage in whole for layer in stage] == [0, 1, 2, 3]
+def test_the_stage_that_needs_most_of_its_room_needs_least() -> None:
+    assert least_stages([4, 1, 1, 1, 1], [(0, 1)] * 2) == (range(1), range(1, 5))
+    assert least_stages([1, 1, 1, 1], [(2, 1), (0, 1)]) == (range(1), range(1, 4))
+    assert least_stages([1] * 7, [(0, 1)] * 3) == (range(2), range(2, 4), range(4, 7))
+    assert least_stages([1] * 6, [(0, 2), (0, 1)]) == (range(4), range(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parallel", "gpus"),
+    [
+        ("deepseek_v2", {"pp": 2}, ()),
+        pytest.param("granitemoehybrid", {"pp": 2}, (), marks=pytest.mark.full),
+        pytest.param("mixtral", {"pp": 3, "schedule": "gpipe"}, (), marks=pytest.mark.full),
+        pytest.param("mixtral", {"pp": 2}, ("900MiB", "700MiB"), marks=pytest.mark.full),
+    ],
+)
+def test_stages_are_cut_where_the_fullest_rank_needs_least(
+    model_type: str, parallel: dict[str, Any], gpus: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Of all cuts, by their predictions: a dense first layer, an embedding as large as some layers, unlike cards."""
+    kinds = {"layer_types": ["mamba", "attention"] * 3} if model_type == "granitemoehybrid" else {}
+    toy = toy_config(model_type, num_hidden_layers=6, vocab_size=50_000, intermediate_size=2_000, **kinds)
+    toy.save_pretrained(tmp_path / "model")
+    layers, pp = range(toy.num_hidden_layers), parallel["pp"]
+    config = toy_run(
+        tmp_path / "model", model_type, {"router": "all"},
+        parallel=parallel, hardware={"gpus": list(gpus), "count": pp}, train={"accumulate": 2 * pp},
+    )  # fmt: skip
+    predictor = Predictor(end="high")
+    cards = [find_gpu(name).memory.value for name in gpus or ("l40s",) * pp]
+
+    def fullest(run: ResolvedRun) -> float:
+        return max(rank.needed / card for rank, card in zip(predictor.of_resolved(run).ranks, cards, strict=True))
+
+    run = resolve(config, "cuda")
+    cuts = [
+        [range(start, end) for start, end in pairwise((0, *ends, len(layers)))]
+        for ends in combinations(layers[1:], pp - 1)
+    ]
+    shares = {tuple(cut): fullest(run.cut_into(cut)) for cut in cuts}
+    chosen = predictor.resolve(config).stages
+    assert shares[chosen] == min(shares.values())
+    assert chosen != run.stages  # the even cut
 
 
 def test_micro_batches_in_flight_and_the_bubble() -> None:

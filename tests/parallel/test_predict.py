@@ -7,7 +7,7 @@ import pytest
 
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.equal_ranks import kinds_of_ranks
-from moetune.memory.predict import predict as predict_memory
+from moetune.memory.predict import predict_memory
 from moetune.memory.trace import trace
 from moetune.planning.predict import predict
 from moetune.run.resolve import ResolvedRun, resolve

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,10 @@ def run_file(small_model: Path, small_data: Path, tmp_path: Path) -> Path:
     return file
 
 
+STAGES = ("--set", "parallel={pp: 2, timeout: 60}", "--set", "train.accumulate=2")
+
+
+@pytest.mark.parametrize("settings", [(), pytest.param(STAGES, marks=pytest.mark.full)], ids=["experts", "stages"])
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -49,9 +53,9 @@ def run_file(small_model: Path, small_data: Path, tmp_path: Path) -> Path:
         ),
     ],
 )  # fmt: skip
-def test_by_a_launcher(launcher: list[str], run_file: Path, tmp_path: Path) -> None:
+def test_by_a_launcher(launcher: list[str], settings: Sequence[str], run_file: Path, tmp_path: Path) -> None:
     words = [str(free_port()) if word == "FREE" else word for word in launcher]
-    command = [sys.executable, "-m", *words, "-m", "moetune", "train", str(run_file), "--json"]
+    command = [sys.executable, "-m", *words, "-m", "moetune", "train", str(run_file), "--json", *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout)["steps"] == 2  # one rank speaks
@@ -68,6 +72,27 @@ def test_a_launcher_with_other_ranks(
     done = moetune("train", run_file)
     assert done.code == 2
     assert "3 processes were started, and parallel: in the run file makes 2 ranks" in done.err
+
+
+@pytest.mark.full
+def test_an_interrupted_pipeline_saves_and_goes_on_with_its_stages(run_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "moetune", "train", str(run_file), *STAGES]
+    running = subprocess.Popen([*command, "--set", "train.steps=500"], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGINT, said
+    last = small.read_metrics(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last}").is_dir()
+    recorded = load_run_config(tmp_path / "run" / "run.yaml").parallel
+    assert recorded.stages == ((0, 0), (1, 1))
+    again = [*command, "--resume", "auto", "--set", f"train.steps={last + 1}"]
+    assert subprocess.run(again, capture_output=True, timeout=120, check=False).returncode == 0
+    assert small.read_metrics(tmp_path / "run")[-1]["step"] == last + 1
 
 
 @pytest.mark.full

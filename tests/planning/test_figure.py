@@ -13,7 +13,7 @@ from moetune.planning.candidate import Candidate
 from moetune.planning.figure import plan_chart
 from moetune.planning.plan import Miss, Plan
 from moetune.planning.strategies import Strategy
-from moetune.planning.tables import plan_view
+from moetune.planning.views import plan_view
 from moetune.report.page import page as rendered
 from tests.report.sample import sample
 from tests.report.test_page import Page

@@ -10,7 +10,7 @@ from moetune.planning.candidate import Candidate, NextLarger
 from moetune.planning.plan import Plan, _ranked, _useful_first, plan
 from moetune.planning.search import Found, Search
 from moetune.planning.strategies import Goal, Strategy
-from moetune.planning.tables import plan_view
+from moetune.planning.views import plan_view
 from tests.report.sample import sample
 
 

@@ -18,8 +18,10 @@ from moetune.run.resolve import ResolvedRun
 def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
     traced: list[Any] = []
-    predict = predictor.predict
-    monkeypatch.setattr(predictor, "predict", lambda *run, **options: traced.append(run) or predict(*run, **options))
+    predict = predictor.predict_memory
+    monkeypatch.setattr(
+        predictor, "predict_memory", lambda *run, **options: traced.append(run) or predict(*run, **options)
+    )
 
     def run(length: int) -> RunConfig:
         raw = {"model": {"path": str(small_model)}, "adapt": {"router": "all"}, "hardware": {"gpu": "l40s"}}

@@ -58,13 +58,12 @@ class Arithmetic(Predictor):
         grows = amount * self.each * states
         required = base + self.beside + grows + of_layer * self.a_layer + (config.train.micro_batch - 1) * self.a_row
         parts = SimpleNamespace(
-            trainable_weights=grows, master_weights=0, optimizer_states=0, gradients=0,
+            frozen_weights=base, trainable_weights=grows, master_weights=0, optimizer_states=0, gradients=0,
             saved_activations=config.train.micro_batch * self.a_row, transient_peak=self.beside,
         )  # fmt: skip
         left = int(self.usable - required)
-        return SimpleNamespace(
-            headroom_bytes=left, least_headroom=left, host=None, fullest=SimpleNamespace(parts=parts)
-        )
+        fullest = SimpleNamespace(parts=parts, outside_allocator=0)
+        return SimpleNamespace(headroom_bytes=left, least_headroom=left, required=required, host=None, fullest=fullest)
 
 
 def of_equal_costs(goal: Goal, model: str) -> list[list[Strategy]]:
@@ -105,6 +104,19 @@ def test_the_best_run_is_what_exhaustive_search_finds(goal: Goal, model: str) ->
             assert (found is None) is (best is None)
             if found is not None:
                 assert (found.amount, -found.strategy.order, found.config.train.micro_batch) == best
+
+
+@pytest.mark.parametrize("goal", ["experts", "lora"])
+def test_frozen_weights_larger_than_the_gpu_are_predicted_once(goal: Goal) -> None:
+    """Other sizes and optimizers have the same frozen weights, 1,000 bytes in 4 bits."""
+    predictions = []
+    for usable in (999, 1000):
+        search = search_of("mixtral-8x7b", "44GiB")
+        answers = Arithmetic(usable, random.Random(0))
+        search.__dict__["predictor"] = answers
+        assert all(search.best(tried).candidate is None for tried in of_equal_costs(goal, "mixtral-8x7b"))
+        predictions.append(len(answers.asked))
+    assert predictions[0] == 1 < predictions[1]
 
 
 def test_more_experts_come_with_more_layers_first() -> None:
@@ -164,3 +176,17 @@ def test_no_strategy_is_tried_that_so_many_cards_refuse(count: int, small_model:
     for goal in GOALS:
         for strategy in strategies(goal, search.structure, count):
             assert not [*validation.unsharable_optimizers(search.smallest(strategy))], strategy.words
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_a_plan_copies_experts_on_the_host_once_a_step(goal: Goal) -> None:
+    """Where one micro-batch need not end before the next begins. One after the other takes less of the host."""
+    model = structure("mixtral-8x22b")
+    together = [one for one in strategies(goal, model, 1) if "train.layer_by_layer" in one.settings]
+    assert {one.settings["train.checkpointing"] for one in together} == {"auto", "offload"}
+    assert all(one.settings["model.experts_on"] == "host" for one in together)
+    assert all(one.settings["train.accumulate"] > 1 for one in together)
+    one_by_one = [one for one in strategies(goal, model, 1) if one.slowness == 3 and one not in together]
+    assert len(one_by_one) >= len(together) // 2
+    for others in (strategies(goal, model, 2), strategies(goal, model, 1, in_trl=True)):
+        assert not any("train.layer_by_layer" in one.settings for one in others)

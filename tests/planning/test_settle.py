@@ -143,3 +143,29 @@ def test_groups_of_experts_grow_first_and_never_make_a_run_not_fit(
     before = choices[1].config.train
     assert settled_on(run, torch.device("cpu"), before).config.train == before
     assert settled_on(run.with_expert_memory("0"), torch.device("cpu"), before).config.train.expert_memory == "0"
+
+
+def test_experts_on_the_host_are_copied_once_a_step_where_it_fits(tmp_path: Path) -> None:
+    """Before anything else is kept: what all micro-batches hold at once takes more than what one does."""
+    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=8)
+    train = {"sequence_length": 512, "micro_batch": 2, "loss_memory": "1MiB", "accumulate": 6, "checkpointing": "auto"}
+    raw = toy_run(toy, "mixtral", LORA, model={**BF16, "experts_on": "host"}, train=train)
+    run = resolve(raw, "cuda")
+    choices = _choices(run)
+    assert [choice.layer_by_layer for choice in choices] == [False, *[True] * (len(choices) - 1)]
+    assert choices[1].keeps == {} != choices[2].keeps
+    plain, together = (Predictor("24GiB", end="high").of_resolved(one).span.high for one in choices[:2])
+    assert plain < together
+    for size, runs in ((plain, False), (together - 1, False), (together, True)):
+        report = predict(run, gpu=f"{size}B", advise=False)
+        assert ("layer by layer" in dict(report.about)["batch"]) is runs
+        assert report.verdict == predict(choices[0], gpu=f"{size}B", advise=False).verdict
+    narrow = replace(run, config=run.config.but(hardware={"gpu": f"{plain}B"}))
+    before = choices[1].config.train
+    assert not settled_on(narrow, torch.device("cuda"), before).layer_by_layer
+    assert settled_on(run, torch.device("cpu"), before).layer_by_layer
+    assert settled_on(run, torch.device("cpu")).config.train.layer_by_layer is False
+    for other in ({"accumulate": 1}, {"layer_by_layer": False}, {"neftune_alpha": 5.0}):
+        assert not any(one.layer_by_layer for one in _choices(replace(run, config=run.config.but(train=other))))
+    on_gpu = replace(run, config=run.config.but(model={"experts_on": "gpu"}))
+    assert not any(one.layer_by_layer for one in _choices(on_gpu))

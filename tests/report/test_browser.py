@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from screenshot import opened
 
 from moetune.planning.figure import plan_chart
-from moetune.planning.tables import plan_view
+from moetune.planning.views import plan_view
 from moetune.report.memory import memory_view
 from moetune.report.memory_charts import memory_chart
 from moetune.report.page import write_page

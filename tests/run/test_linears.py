@@ -2,11 +2,14 @@
 
 import pytest
 
+from moetune.config.resolved import ResolvedModelConfig
 from moetune.models.selection import NOTHING
 from moetune.models.structure import meta_model, read_structure
 from moetune.run.linears import linears_to_quantize, read_directly
 from tests.reference import small_linears_are_quantized
 from tests.toys import toy_config
+
+NF4 = ResolvedModelConfig.named("x", base="nf4", dtype="fp32", attention="eager")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,7 @@ def test_a_weight_that_the_model_reads_itself_stays_a_plain_one(
     model = meta_model(toy_config(model_type, **({"index_n_heads": 8} if name == "weights_proj" else {})))
     structure = read_structure(model)
     with small_linears_are_quantized():
-        chosen = linears_to_quantize(model, structure, NOTHING)
+        chosen = linears_to_quantize(model, structure, NOTHING, NF4)
     paths = [path for path in structure.linears("attention") if path.endswith(f".{name}")]
     assert paths
     for path in paths:
@@ -40,4 +43,4 @@ def test_a_weight_that_the_model_reads_itself_stays_a_plain_one(
 
 def test_small_linears_are_left_alone() -> None:
     model = meta_model(toy_config("mixtral"))
-    assert linears_to_quantize(model, read_structure(model), NOTHING) == []
+    assert linears_to_quantize(model, read_structure(model), NOTHING, NF4) == {}

@@ -47,6 +47,19 @@ def resumed(folder: Path, resume: str = "auto") -> None:
     train(run_of(folder, 3), resume="auto" if resume == "auto" else str(folder / "run" / "checkpoints" / resume))
 
 
+def test_a_base_in_several_precisions(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """It is compared by what it says, however that is written."""
+
+    def run(steps: int, layers: object) -> RunConfig:
+        model = {"base": {"default": "nf4", "layers": layers}}
+        return small.run_config(small_model, small_data, tmp_path / "run", model=model, train={"steps": steps})
+
+    train(run(1, {"0": "fp32", 1: {"experts": "int8"}}))
+    train(run(2, {1: {"experts": "int8"}, 0: "fp32"}), resume="auto")
+    with pytest.raises(UserError, match=r"model\.base\.layers\.1\.experts: 'int8' before, None now"):
+        train(run(3, {"0": "fp32"}), resume="auto")
+
+
 BOTH = pytest.mark.parametrize("resume", ["auto", "step-2"])
 
 

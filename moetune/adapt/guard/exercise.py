@@ -22,7 +22,7 @@ from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext
 from moetune.experts.mlp import expert_mlp
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
-from moetune.formats.table import format_of
+from moetune.formats.table import FORMATS, format_of
 from moetune.kernels import rotary, routing
 from moetune.models.moe import ExpertShape, MoeLayer
 from moetune.run.dtypes import DTYPES
@@ -296,7 +296,7 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
         trained=counts[1],
         rank=0 if lora is None else selection.ranks[layer.experts],
         split=lora is not None and lora.gate_up == "split",
-        storage=config.model.base,
+        storage=config.model.storage_of("experts", layer.index),
         double_quant=config.model.double_quant,
         dtype=config.model.dtype,
         top_k=top_k,
@@ -326,14 +326,14 @@ def _gate_of(run: ResolvedRun, layer: MoeLayer) -> tuple[float, float] | None:
 def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
     """Yield the sizes of the linear layers with LoRA, and of others that moetune's own operators dequantize."""
     model, selection = run.config.model, run.selection
-    quantized, with_lora = set(run.quantized_linears), set(selection.lora_linears)
+    with_lora = set(selection.lora_linears)
     if run.config.parallel.tp > 1:
         with_lora = set()  # base and factors run as layers of their own
-    format = format_of(model.base, model.double_quant)
     for path, linear in run.structure.linears().items():
-        is_quantized = path in quantized and format.quantizes_linears
+        format = FORMATS[run.quantized_linears.get(path, "bf16")]  # which quantizes none
+        is_quantized = format.quantizes_linears
         if path in with_lora or (is_quantized and not format.has_own_linear):
-            storage = model.base if is_quantized else model.dtype
+            storage = format.name if is_quantized else model.dtype
             rank = selection.ranks[path] if path in with_lora else 0
             sizes = linear.in_features, linear.out_features
             lora_dtype = "fp32" if selection.lora is None else selection.lora.dtype

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from moetune.compat.bitsandbytes import Linear4bit
+from moetune.compat.torch import apply_function
 from moetune.experts.quantized import QuantizedLinear
 from moetune.formats.nf4 import dequantize_nf4
 from moetune.kernels import operators as kernels
@@ -38,54 +39,62 @@ def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float
         A, B: linear layers with the factors [r, p] and [q, r].
         scale: LoRA's factor s.
     """
-    kind, bias, weights = type(base), base.bias, [A.weight, B.weight]
+    kind, bias, A_rp, B_qr = type(base), base._parameters["bias"], A._parameters["weight"], B._parameters["weight"]
     if kind not in (nn.Linear, Linear4bit, QuantizedLinear) or (bias is not None and bias.requires_grad):
         return None
-    if kind is not QuantizedLinear:  # whose weight never trains
-        weights.append(base.weight)
-        if weights[2].requires_grad:
-            return None
+    weight: Any = None if kind is QuantizedLinear else base._parameters["weight"]
+    if kind is nn.Linear and weight.requires_grad:  # quantized weights never train
+        return None
     for module in (base, A, B):
         if module._forward_hooks or module._forward_pre_hooks:
             return None
-    if any(isinstance(weight, DTensor) for weight in weights):
+    if any(isinstance(tensor, DTensor) for tensor in (weight, A_rp, B_qr)):
         return None
-    return _AdaptedLinear.apply(base, x, weights[0], weights[1], scale)
+    return apply_function(_AdaptedLinear, base, x, A_rp, B_qr, scale)
 
 
-def _alone(factor: Tensor) -> Tensor:
-    """Return a view of a factor with the axes [experts, parts] of size 1, which the kernels expect."""
-    return factor.view(1, 1, *factor.shape)
+def _alone(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of a factor with the axes [experts, parts] of size 1, which the kernels expect: as it is, and
+    transposed. Those of a parameter are made once."""
+    views: tuple[Tensor, Tensor] | None = None
+    if is_parameter := type(factor) is nn.Parameter:
+        views = factor.__dict__.get("alone")
+    if views is None or views[0].data_ptr() != factor.data_ptr():
+        view = factor.data.view(1, 1, *factor.shape)  # a view of the parameter itself would keep it alive for ever
+        views = view, view.mT
+        if is_parameter:
+            factor.__dict__["alone"] = views
+    return views
 
 
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Any, x: Tensor, A_rp: Tensor, B_qr: Tensor, scale: float) -> Tensor:
-        ctx.base, ctx.scale = base, scale
-        x_Np = x.flatten(0, -2)
+        # parameters, as all else that lives as long, are not saved: checkpointing takes as long as a launch for each
+        ctx.base, ctx.factors, ctx.scale = base, (A_rp, B_qr), scale
+        x_Np = x.reshape(-1, x.shape[-1])
         if x_Np.shape[0] <= FEW_ROWS:
             out = base(x)
         else:
-            bias = None if base.bias is None else base.bias.to(x.dtype)
-            out = nn.functional.linear(x, dequantized(base, x.dtype), bias)
-        out_Nq = out.flatten(0, -2)
-        xA_Nr = kernels.low_rank(x_Np, _alone(A_rp), _alone(B_qr), out_Nq, out_Nq, None, [len(x_Np)], scale)
-        ctx.save_for_backward(x, A_rp, B_qr, xA_Nr)
+            bias = base._parameters["bias"]
+            out = nn.functional.linear(x, dequantized(base, x.dtype), None if bias is None else bias.to(x.dtype))
+        out_Nq, A, B = out.view(-1, out.shape[-1]), _alone(A_rp), _alone(B_qr)
+        xA_Nr = kernels.low_rank(x_Np, A[0], B[0], out_Nq, out_Nq, None, [x_Np.shape[0]], scale)
+        ctx.save_for_backward(x, xA_Nr)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, A_rp, B_qr, xA_Nr = ctx.saved_tensors
-        x_Np, dout_Nq = x.flatten(0, -2), dout.flatten(0, -2)
-        rows: Any = None, [len(x_Np)]
+        (x, xA_Nr), (A_rp, B_qr) = ctx.saved_tensors, ctx.factors
+        x_Np, dout_Nq = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
+        rows: Any = None, [x_Np.shape[0]]
         dx_Np = dout_Nq @ dequantized(ctx.base, dout.dtype) if ctx.needs_input_grad[1] else None
-        first, second = (None, None) if dx_Np is None else (_alone(A_rp).mT, dx_Np)
-        dout_B_Nr = kernels.low_rank(dout_Nq, _alone(B_qr).mT, first, second, second, *rows, ctx.scale)
+        first, second = (None, None) if dx_Np is None else (_alone(A_rp)[1], dx_Np)
+        dout_B_Nr = kernels.low_rank(dout_Nq, _alone(B_qr)[1], first, second, second, *rows, ctx.scale)
         dA_rp, dB_qr = torch.empty_like(A_rp), torch.empty_like(B_qr)
-        kernels.low_rank_gradients_(
-            dout_B_Nr, x_Np, xA_Nr, dout_Nq, _alone(dA_rp), _alone(dB_qr), None, None, *rows, ctx.scale
-        )
+        gradients = [gradient.view(1, 1, *gradient.shape) for gradient in (dA_rp, dB_qr)]
+        kernels.low_rank_gradients_(dout_B_Nr, x_Np, xA_Nr, dout_Nq, *gradients, None, None, *rows, ctx.scale)
         return None, None if dx_Np is None else dx_Np.view(x.shape), dA_rp, dB_qr, None
 
 
@@ -96,13 +105,13 @@ def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:
         return linear.stack.matrix(0, dtype)
     if not isinstance(linear, Linear4bit):
         return linear.weight.to(dtype)
-    weight = linear.weight
+    weight: Any = linear._parameters["weight"]
     state: Any = getattr(weight, "quant_state", None) or linear.quant_state
-    device, stored = getattr(state, "as_stack", (None, ()))
-    if device != weight.device:  # views, which are made once for each device
+    absmax, stored = getattr(state, "as_stack", (None, ()))
+    if absmax is not state.absmax:  # views, which are made once; a moved state has another
         nested: Any = (None, None, None)
         if state.nested:
             nested = state.state2.absmax[None], state.state2.code, state.offset.view(1)
         stored = weight.data.view(1, -1), state.absmax[None], *nested, state.shape.numel()
-        state.as_stack = weight.device, stored
+        state.as_stack = state.absmax, stored
     return dequantize_nf4(*stored, dtype).view(state.shape)

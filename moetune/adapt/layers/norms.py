@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moetune.compat.torch import is_observed
+from moetune.compat.torch import apply_function, is_observed
 from moetune.compat.transformers import is_rms_norm
 
 _library = torch.library.Library("moetune", "FRAGMENT")
@@ -35,9 +35,10 @@ def fuse_norms(model: nn.Module) -> None:
 
 
 def _forward(norm: Any, x: Tensor) -> Tensor:
-    if norm.weight.requires_grad or norm.weight.dtype != x.dtype:
+    weight = norm._parameters["weight"]
+    if weight.requires_grad or weight.dtype != x.dtype:
         return type(norm).forward(norm, x)
-    return _RmsNorm.apply(x.contiguous(), norm.weight, norm.variance_epsilon)
+    return apply_function(_RmsNorm, x.contiguous(), weight, norm.variance_epsilon)
 
 
 class _RmsNorm(torch.autograd.Function):

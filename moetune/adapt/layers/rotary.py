@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from moetune.compat.torch import apply_function
 from moetune.compat.transformers import calls_rotary, forward_with_rotary, is_rms_norm, norms_heads
 from moetune.kernels import rotary as kernels
 
@@ -90,7 +91,7 @@ def _rotate(
         weights, eps = (None, None), 0.0
         if norms is not None and is_normed:
             weights, eps = (norms.q.weight, norms.k.weight), norms.q.variance_epsilon
-        return _Rotate.apply(q, k, cos, sin, *weights, eps)
+        return apply_function(_Rotate, q, k, cos, sin, *weights, eps)
     if norms is not None and is_normed:
         q, k = (norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in zip(norms.plain, (q, k), strict=True))
     return plain(q, k, cos, sin, *args, **kwargs)
@@ -115,11 +116,11 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-        cos, sin, *ctx.weights, ctx.eps = given  # weights that train are not fused
-        ctx.save_for_backward(*((None, None) if ctx.weights[0] is None else (q, k)), cos, sin)
+        ctx.given = given  # weights that train are not fused; all layers share cos and sin, so they need not be saved
+        ctx.save_for_backward(*((None, None) if given[2] is None else (q, k)))
         return kernels.rotate(q, k, *given)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-        return *kernels.rotate_backward(dq, dk, *ctx.saved_tensors, *ctx.weights, ctx.eps), None, None, None, None, None
+        return *kernels.rotate_backward(dq, dk, *ctx.saved_tensors, *ctx.given), None, None, None, None, None

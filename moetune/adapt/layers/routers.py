@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from moetune.compat.torch import apply_function
 from moetune.compat.transformers import softmax_router
 from moetune.kernels import routing as kernels
 
@@ -50,7 +51,7 @@ def _forward(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     dtype = torch.float32 if kind.keeps_float32 else logits.dtype
     choices = None if router.choices is None else router.choices()
-    weights, ids = _Choose.apply(logits, kind.top_k, kind.normalized, dtype, choices)
+    weights, ids = apply_function(_Choose, logits, kind.top_k, kind.normalized, dtype, choices)
     return logits, weights, ids
 
 

@@ -15,7 +15,7 @@ from moetune.compat.transformers import unmatched_keys
 from moetune.errors import UserError, first_of, reading
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.published import SAVE_AGAIN
+from moetune.formats.source_quantization import SAVE_AGAIN
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
@@ -101,7 +101,7 @@ class CheckpointReader:
             stored = self._stored[mapping.every_key()[0]]
             if path not in self._target.linears or path == name:
                 self._target.put(name, self._converted(mapping))
-            elif mapping.conversion is None and self._is_kept(stored, stored.shape):
+            elif mapping.conversion is None and self._is_kept(stored, stored.shape, path):
                 self._target.put_quantized_linear(path, stored)
             else:
                 self._target.put_linear(path, mapping.to_model(self._read))
@@ -116,7 +116,7 @@ class CheckpointReader:
             pieces = [self._stored[key] for key in one.every_key()]
             wanted = self._target.pieces_of(path, stack, expert)
             if wanted is not None and len(pieces) == wanted[0] and one.only_merges:
-                kept = [piece.quantized() for piece in pieces if self._is_kept(piece, wanted[1])]
+                kept = [piece.quantized() for piece in pieces if self._is_kept(piece, wanted[1], path)]
                 if len(kept) == len(pieces):
                     self._target.put_quantized_expert(path, stack, expert, *kept)
                     continue
@@ -127,15 +127,16 @@ class CheckpointReader:
         `model.base` says are stored as they are."""
         for expert in self._target.bank(path).held:
             is_frozen = self._target.pieces_of(path, stack, expert) is not None
-            if is_frozen and self._is_kept(stored, stored.shape) and stored.STACKS:
+            if is_frozen and self._is_kept(stored, stored.shape, path) and stored.STACKS:
                 self._target.put_quantized_expert(path, stack, expert, stored.quantized(expert))
             else:
                 rows = _narrowed(stored.rows(expert, expert + 1, self._target.device))
                 self._target.put_expert(path, stack, expert, rows[0])
 
-    def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[Quantized]:
-        """Return whether a matrix has this shape and is quantized as `model.base` says, and so is stored as it is."""
-        return isinstance(stored, Quantized) and stored.is_in(self._target.format) and stored.shape == shape
+    def _is_kept(self, stored: Stored, shape: tuple[int, ...], path: str) -> TypeGuard[Quantized]:
+        """Return whether a matrix of the module at `path` has this shape and is quantized as `model.base` says, and so
+        is stored as it is."""
+        return isinstance(stored, Quantized) and stored.is_in(self._target.formats[path]) and stored.shape == shape
 
     def _read(self, key: str) -> Tensor:
         return _narrowed(self._stored[key].whole(self._target.device))
@@ -188,22 +189,24 @@ class CheckpointReader:
 
     def _unlike_others(self) -> Iterator[str]:
         """Yield a line for each matrix that is stored otherwise than a checkpoint that `model.base` keeps says."""
-        format = self._target.format
-        if not format.is_read_apart or not any(self._is_kept(stored, stored.shape) for stored in self._stored.values()):
-            return
-        experts = {f"{path}.{stack}" for path, layer in self._target.layers.items() for stack in stacks(layer)}
-        linears = {f"{path}.weight" for path in self._target.linears}
+        experts = {f"{path}.{stack}": path for path, layer in self._target.layers.items() for stack in stacks(layer)}
+        modules = experts | {f"{path}.weight": path for path in self._target.linears}
+        kept, others = set[str](), list[tuple[str, str]]()  # storages; tensors that are not in theirs, with it
         for name, mapping in self._mappings.items():
-            if not (mapping.has_experts_apart if name in experts else name in linears and mapping.conversion is None):
+            is_apart = mapping.has_experts_apart if name in experts else mapping.conversion is None
+            format = self._target.formats[modules[name]] if name in modules else None
+            if not is_apart or format is None or not format.is_read_apart:
                 continue
             for key in mapping.every_key():
                 stored = self._stored[key]
-                if len(stored.shape) == 2 and not self._is_kept(stored, stored.shape):
-                    kind = "in another layout" if isinstance(stored, Quantized) else stored.dtype
-                    yield (
-                        f"{key} is {kind} and others are {format.name}, from which config.json does not except it; set "
-                        "model.base: nf4 to quantize all anew"
-                    )
+                if self._is_kept(stored, stored.shape, modules[name]):
+                    kept.add(format.name)
+                elif len(stored.shape) == 2:
+                    others.append((key, format.name))
+        for key, storage in others:
+            if storage in kept:
+                kind = "in another layout" if isinstance(self._stored[key], Quantized) else self._stored[key].dtype
+                yield f"{key} is {kind} and others are {storage}; set model.base: nf4 to quantize all anew"
 
     def _misfits_apart(self, layer: MoeLayer, mapping: KeyMapping, expected: list[int]) -> Iterator[str]:
         name, count = mapping.parameter, layer.shape.num_experts

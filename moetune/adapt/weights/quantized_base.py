@@ -23,8 +23,10 @@ from moetune.adapt.weights.published import finish_reading
 from moetune.adapt.weights.random import fill_randomly, realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.bitsandbytes import Linear4bit
+from moetune.config.schema import storage_in
 from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
+from moetune.experts.quantized import QuantizedLinear
 from moetune.files import settle
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
@@ -32,7 +34,7 @@ from moetune.formats.table import format_of
 from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
-from moetune.models.source_quantization import REST, QuantizedManifest
+from moetune.models.quantized_manifest import REST, QuantizedManifest
 from moetune.models.stack import LeftOut, OnOtherRank
 from moetune.models.structure import tied_names
 from moetune.parallel.ranks import Ranks
@@ -98,8 +100,7 @@ def plan(model: ResolvedModel, source: Path, weights: Iterable[Path]) -> dict[st
     `source` with its files `weights`, which must not change between two calls that write one base."""
     return {
         "schema": 1,
-        "base": model.config.base,
-        "double_quant": model.config.double_quant,
+        **model.config.model_dump(mode="json", include={"base", "double_quant"}),
         "gate_up_apart": model.gate_up_apart,
         "source": str(source.resolve()),
         "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
@@ -171,7 +172,14 @@ def check_quantized_base(run: ResolvedRun) -> None:
     if manifest is None:
         return
     folder = Path(str(run.model.source.folder))
-    alike = format_of(config.base, config.double_quant) == format_of(manifest.base, manifest.double_quant)
+    linears = run.structure.linears()
+    places = {(linears[path].component, linears[path].layer) for path in run.quantized_linears}
+    places |= {("experts", layer.index) for layer in run.structure.moe_layers}
+    alike = all(
+        format_of(config.storage_of(*place), config.double_quant)
+        == format_of(storage_in(manifest.base, *place), manifest.double_quant)
+        for place in places
+    )
     for key in () if alike else ("base", "double_quant"):
         wanted, stored = getattr(config, key), getattr(manifest, key)
         if wanted != stored:
@@ -233,8 +241,12 @@ def _fill(
                     unread.discard(name)
                     path, _, state = name.rpartition(".weight")
                     tensor = finite(_read_held(opened, name, target), name, file)
-                    if path and isinstance(model.get_submodule(path), Linear4bit):
+                    module = model.get_submodule(path) if path else None
+                    if isinstance(module, Linear4bit):
                         in_4bit.setdefault(path, {})[state.removeprefix(".")] = tensor
+                    elif isinstance(module, QuantizedLinear):  # in bf16, of which files have the checkpoint's values
+                        target.put_linear(path, tensor.to(target.device))
+                        unread.discard(f"{path}.stack.data")
                     else:
                         target.put(name, tensor)
             done += file.stat().st_size

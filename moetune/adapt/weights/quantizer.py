@@ -36,7 +36,7 @@ class MoetuneConfig(QuantizationConfigMixin):
     """Settings for `from_pretrained(quantization_config=…)` that load a model quantized by moetune, for inference.
 
     Args:
-        base: precision of the experts and linear layers, as `model.base` in a run file.
+        base: precision of the experts and linear layers, as `model.base` in a run file; a dict for several.
         double_quant: quantize the scales of `nf4` as well, as `model.double_quant`.
         experts_on: `gpu` or `host`, the memory that holds the quantized experts, as `model.experts_on`.
 
@@ -44,13 +44,13 @@ class MoetuneConfig(QuantizationConfigMixin):
         pydantic.ValidationError: an argument has a value that the run file does not allow.
     """
 
-    def __init__(self, base: str = "nf4", double_quant: bool = True, experts_on: str = "gpu", **kwargs: Any) -> None:
+    def __init__(self, base: Any = "nf4", double_quant: bool = True, experts_on: str = "gpu", **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
         how = {"base": base, "double_quant": double_quant, "experts_on": experts_on, "attention": "eager"}
         self.model = ResolvedModelConfig.model_validate({"path": "unread", "dtype": "fp32", **how})
 
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": METHOD, "base": self.model.base, "double_quant": self.model.double_quant}
+        return {"quant_method": METHOD, **self.model.model_dump(mode="json", include={"base", "double_quant"})}
 
 
 @register_quantizer(METHOD)
@@ -66,10 +66,11 @@ class MoetuneQuantizer(LoadingQuantizer):
         Raises `UserError` if the experts cannot be quantized, or the checkpoint does not fit the model.
         """
         plain, structure = copy.deepcopy(model), read_structure(model)
-        raise_problems(validation.unsupported_experts(model, structure))
         dtype = next(name for name, one in DTYPES.items() if one == model.config.dtype)
         config = self.quantization_config.model.model_copy(update={"dtype": dtype})
+        unmatched = validation.unmatched_base(config, structure)
+        raise_problems([*validation.unsupported_experts(model, structure), *unmatched])
         context = ExpertContext(prefetcher=ExpertPrefetcher(device) if config.experts_on == "host" else None)
-        linears = linears_to_quantize(model, structure, NOTHING)
+        linears = linears_to_quantize(model, structure, NOTHING, config)
         target = LoadTarget(model, structure, NOTHING, config, linears, device, context=context)
         CheckpointReader(folder, plain, folder.name, target).read_all(model)

@@ -3,7 +3,7 @@
 Checkpoints (published.py), random draws (random.py) and quantized bases (quantized_base.py) all use its methods.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from moetune.compat.bitsandbytes import Linear4bit, Params4bit
 from moetune.compat.transformers import activation_of, dtypes_kept
 from moetune.config.resolved import ResolvedModelConfig
+from moetune.config.schema import Storage
 from moetune.experts.bank import BankPlan, ExpertBank, ExpertLora, LoraPlan
 from moetune.experts.context import ExpertContext
 from moetune.experts.host import stays_on_host
@@ -40,7 +41,7 @@ class LoadTarget:
     Args:
         structure, selection: the structure of the whole model, and what trains; of a pipeline `model` may lack layers.
         config: precision of the weights, and the memory that holds the experts.
-        linears: paths of the linear layers that are stored in the precision `model.base`.
+        linears: path -> storage of the linear layers that are stored in the precision `model.base`.
         device: where weights are put.
         context: settings and hooks that the expert banks share.
         placement: the experts that this rank holds.
@@ -48,7 +49,7 @@ class LoadTarget:
 
     Attributes:
         layers: path of a layer's experts module -> the layer.
-        format: the format of what is quantized.
+        formats: path of each of `linears`, and of each layer's experts module -> the format in which it is stored.
         banks: path of a layer's experts module -> its bank, for banks that have been created.
     """
 
@@ -58,7 +59,7 @@ class LoadTarget:
         structure: ModelStructure,
         selection: Selection,
         config: ResolvedModelConfig,
-        linears: Collection[str],
+        linears: Mapping[str, Storage],
         device: torch.device,
         *,
         context: ExpertContext,
@@ -66,10 +67,11 @@ class LoadTarget:
         on_read: Callable[[float], None] | None = None,
     ) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, DTYPES[config.dtype]
-        self.format = format_of(config.base, config.double_quant)
         here, self._moe_layers = dict(model.named_modules()), structure.moe_layers
         self.layers = {layer.experts: layer for layer in structure.moe_layers if layer.experts in here}
-        self.linears = dict.fromkeys(linears)
+        self.linears = linears
+        stored = {x.experts: config.storage_of("experts", x.index) for x in structure.moe_layers} | {**linears}
+        self.formats = {path: format_of(storage, config.double_quant) for path, storage in stored.items()}
         self.banks: dict[str, ExpertBank] = {}
         self._selection, self._context, self._placement = selection, context, placement
         self._on_read, self._read = on_read, 0
@@ -98,7 +100,7 @@ class LoadTarget:
                 layer.shape,
                 BankPlan(self._selection.experts.get(layer.index, ()), plan),
                 activation_of(self.model.get_submodule(path), has_gate=layer.shape.has_gate),
-                storage=self.config.base,
+                storage=self.formats[path].name,
                 double_quant=self.config.double_quant,
                 dtype=self.dtype,
                 device=self.device,
@@ -169,7 +171,7 @@ class LoadTarget:
         """
         linear = cast(nn.Linear, self.model.get_submodule(path))
         self._note(weight.numel())
-        format = self.format
+        format = self.formats[path]
         if format.dtype == self.dtype or not (format.quantizes_linears or format.dtype):
             linear.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
         else:
@@ -184,7 +186,7 @@ class LoadTarget:
             self.put_4bit(path, state.pop(""), state)
             return
         linear = cast(nn.Linear, self.model.get_submodule(path))
-        layer = QuantizedLinear(linear.weight, linear.bias, self.config.base, self.device)
+        layer = QuantizedLinear(linear.weight, linear.bias, self.formats[path].name, self.device)
         layer.stack.put_quantized_(0, stored.quantized())
         self.model.set_submodule(path, layer.requires_grad_(False))
         self._note(linear.weight.numel())

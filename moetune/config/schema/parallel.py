@@ -68,6 +68,7 @@ class HardwareConfig(Section):
     Attributes:
         gpu: a name of the GPU catalog such as `l40s`, or a memory size such as `44GiB`; None to predict without a
             limit.
+        gpus: the GPU of each stage of a pipeline (`parallel.pp`), where they are of unlike sizes, in place of `gpu`.
         host_memory: memory that the machine of the GPUs has for the run, such as `64GiB`. None: unknown, except in a
             prediction for this machine's GPU, where it is what is free now.
         count: number of GPUs. `RunConfig` sets it to the number of ranks if it is not given, and refuses any other
@@ -77,6 +78,19 @@ class HardwareConfig(Section):
     """
 
     gpu: Text | None = None
+    gpus: tuple[Text, ...] = ()
     host_memory: HostSize | None = None
     count: Size = 1
     without_kernels: tuple[Text, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The GPUs: one for all ranks, or one for each stage of a pipeline; empty if none is given."""
+        return self.gpus or (() if self.gpu is None else (self.gpu,))
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "HardwareConfig":
+        """Raise `ValueError` for both `gpu` and `gpus`."""
+        if self.gpu is not None and self.gpus:
+            raise ValueError("gpu and gpus: both name the cards; leave one of them out")
+        return self

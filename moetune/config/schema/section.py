@@ -2,7 +2,7 @@
 
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Discriminator
 
 
 class Section(BaseModel):
@@ -23,3 +23,11 @@ class Section(BaseModel):
             if isinstance(new := changes[key], dict) and new.keys() <= type(part).model_fields.keys()
         }
         return self.model_copy(update=changes | nested)
+
+
+def _word_or_section(raw: Any) -> str:
+    return "by layer" if isinstance(raw, dict | Section) else "word"
+
+
+WORD_OR_SECTION = Discriminator(_word_or_section)
+"""Tells a union's alternatives apart: the one tagged `by layer`, a section or a mapping, and the one tagged `word`."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from moetune.config.fields import (
     Coefficient,
@@ -16,7 +16,7 @@ from moetune.config.fields import (
     Strength,
     Text,
 )
-from moetune.config.schema.section import Section
+from moetune.config.schema.section import WORD_OR_SECTION, Section
 
 
 class EarlyStoppingConfig(Section):
@@ -43,13 +43,9 @@ class KeptConfig(Section):
     rest: Ids = "none"
 
 
-def _word_or_section(raw: Any) -> str:
-    return "by layer" if isinstance(raw, (dict, KeptConfig)) else "word"
-
-
 CheckpointingWord = Literal["auto", "none", "experts_only", "full", "offload"]
 Checkpointing = Annotated[
-    Annotated[CheckpointingWord, Tag("word")] | Annotated[KeptConfig, Tag("by layer")], Discriminator(_word_or_section)
+    Annotated[CheckpointingWord, Tag("word")] | Annotated[KeptConfig, Tag("by layer")], WORD_OR_SECTION
 ]
 
 
@@ -67,6 +63,8 @@ class TrainConfig(Section):
             `auto` chooses them, as many as fit the GPU.
         keep_rows: number of layers, the last ones, whose experts' outputs of gate_up are saved for backward instead of
             being computed again; `auto` for as many as fit the GPU. `checkpointing: none` keeps those of all layers.
+        layer_by_layer: all micro-batches of a step run through a decoder layer before any runs through the next, so
+            that experts in host memory are copied once a step; `auto` where they are there and it fits.
         seed: seed of the order of rows, dropout and random weights.
         log_every: steps between two lines of metrics.
         eval_every: steps between two evaluations.
@@ -99,6 +97,7 @@ class TrainConfig(Section):
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     checkpointing: Checkpointing = "full"
     keep_rows: KeepRows = "none"
+    layer_by_layer: Literal["auto"] | bool = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     log_every: Positive = 1
     eval_every: Positive = 50

@@ -14,7 +14,7 @@ from moetune.experts.context import CountRows
 from moetune.memory.about import about
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.host import host_of
-from moetune.memory.predict import predict
+from moetune.memory.predict import predict_memory
 from moetune.memory.report import LoadPeaks, MemoryReport, RankMemory
 from moetune.memory.terms import terms_of
 from moetune.memory.trace import Trace
@@ -49,7 +49,7 @@ def predict_forward(
     run = run.keeping({}) if is_open(run.config.train) else run
     tracing = partial(trace_forward, passes=passes, filled=filled)
     if run.device_type == "cuda":
-        report = predict(run, gpu=gpu, tracing=tracing)
+        report = predict_memory(run, gpu=gpu, tracing=tracing)
     else:
         report = _on_cpu(run, tracing(run))
     lines = {**dict(report.about), **said}

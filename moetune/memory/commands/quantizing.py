@@ -14,6 +14,7 @@ from moetune.compat.fake_mode import QuickFakeMode, add_missing_fakes, answering
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.nf4 import BLOCK, Nf4
+from moetune.memory.about import base_in_words
 from moetune.memory.commands.unread import Reading, described, report_of, unread
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.tracing import refusing_values
@@ -36,22 +37,23 @@ def predict_quantize(model: ResolvedModel, gpu: str | Gpu | None = None) -> Memo
     """
     folder = model.source.local_folder()
     tensors = _published(model) if folder is None else open_checkpoint(folder)
-    tiny = QuantizedExperts(1, (BLOCK, BLOCK), model.config.base, double_quant=model.config.double_quant)
-    tiny.quantize_(0, torch.zeros(BLOCK, BLOCK))  # creates the real lookup tables that bitsandbytes caches
     add_missing_fakes()
     tracker, device = Tracker({}, on_cpu=gpu is None), torch.device("cpu")
     reading = Reading(tracker, device, gpu is not None)
     stored = unread(tensors, reading)
     target, on_meta = target_of(model, device, kind=_FakeTarget), target_of(model, torch.device("meta"))
     reader = CheckpointReader(folder or Path(), model.plain, model.source.name, target, stored)
-    different = {layer.shape: path for path, layer in target.layers.items()}
+    for format in {*target.formats.values()}:
+        tiny = QuantizedExperts(1, (BLOCK, BLOCK), format.name, double_quant=model.config.double_quant)
+        tiny.quantize_(0, torch.zeros(BLOCK, BLOCK))  # creates the real lookup tables that bitsandbytes caches
+    different = {(layer.shape, target.formats[path]): path for path, layer in target.layers.items()}
     target.banks |= {path: on_meta.bank(path) for path in different.values()}  # its tables need real tensors
     del on_meta
     mappings = key_mappings(model.plain, stored)
     with refusing_values(model.config.path, model.structure.model_type), QuickFakeMode(), tracker, torch.no_grad():
         _convert(target, reader, stored, mappings, reading)
     name = model.config.path
-    return report_of(tracker, name, {"quantizes": f"{name} to {target.format.label}"}, gpu)
+    return report_of(tracker, name, {"quantizes": f"{name} to {base_in_words(model.config)}"}, gpu)
 
 
 def _published(model: ResolvedModel) -> dict[str, Stored]:
@@ -92,12 +94,12 @@ class _FakeTarget(LoadTarget):
     buffers of a plain module take their place."""
 
     def put_linear(self, path: str, weight: Tensor) -> None:
-        if not isinstance(self.format, Nf4):
+        if not isinstance(format := self.formats[path], Nf4):
             super().put_linear(path, weight)
             return
         linear: Any = self.model.get_submodule(path)
         holder = nn.Module()
-        for name, tensor in self.format.quantized(weight.contiguous()).items():
+        for name, tensor in format.quantized(weight.contiguous()).items():
             holder.register_buffer("weight" if name == "data" else name, tensor)
         holder.register_parameter("bias", linear.bias)
         self.model.set_submodule(path, holder)

@@ -9,7 +9,8 @@ from typing import Any
 from moetune.errors import UserError
 from moetune.experts.context import CountRows
 from moetune.memory.assumed_routing import BALANCED, UNKNOWN, AssumedRouting
-from moetune.memory.predict import Allocator, predict
+from moetune.memory.predict import predict_memory
+from moetune.memory.rank_memory import Allocator
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.tracing import faked
@@ -52,7 +53,7 @@ def predict_trl(
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
     run = run.keeping({}) if is_open(run.config.train) else run
     tracing = partial(trace_trl, trainer=trainer, more=more or {})
-    report = predict(run, tracing=tracing, gpu=gpu, routing=routing, allocator=allocator)
+    report = predict_memory(run, tracing=tracing, gpu=gpu, routing=routing, allocator=allocator)
     assumptions = [line for line in report.assumptions if not line.startswith("every sequence has")]
     named = ("trainer", f"TRL's {trainer.upper()}" + "".join(f", {key}={value}" for key, value in (more or {}).items()))
     about = dict((named, *report.about))

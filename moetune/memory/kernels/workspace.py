@@ -1,7 +1,7 @@
 """Workspaces that CUDA kernels allocate and free within one operation, in bytes; not cuBLAS's, which stays allocated.
 
-memory/predict.py adds cuBLAS's (`cublas_workspace` in gpus.yaml), which is allocated once for each thread. Here sizes
-are as requested from the allocator, before rounding. All workspaces of an operation are alive at once, beside its
+memory/rank_memory.py adds cuBLAS's (`cublas_workspace` in gpus.yaml), which is allocated once for each thread. Here
+sizes are as requested from the allocator, before rounding. All workspaces of an operation are alive at once, beside its
 outputs, and freed when it returns. Each private function yields the workspaces of one operation from its arguments and
 names its source: the file and function of torch 2.11 to 2.13 that allocates.
 

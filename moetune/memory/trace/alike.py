@@ -58,17 +58,19 @@ class Shortened:
     stack: Stack
 
 
-def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
+def shorten(run: ResolvedRun, ranks: Ranks, *, whole: bool = False) -> Shortened:
     """Return a run without the decoder layers for which identical layers can stand.
 
     Of `ranks` only the traced rank's positions on the axes `ep` and `pp` matter, which decide the experts and layers
-    that it holds: the stack is that of its own layers, numbered from 0.
+    that it holds: the stack is that of its own layers, numbered from 0. Layers of different stages of a pipeline never
+    stand for each other. Layers on other ranks are not left out yet, because what trains in them matters. With
+    `whole` every layer runs.
     """
-    at, kinds = ranks.coordinates, kinds_of(run, ranks.coordinates.ep)
-    pp = run.config.parallel.pp
-    mine = [*range(len(kinds))] if pp == 1 else [layer for stage in run.stages[at.pp :: pp] for layer in stage]
-    stack = Stack.of([kinds[layer] for layer in mine])
-    return Shortened(run.without_layers(set(range(len(kinds))) - {mine[number] for number in stack.kept}), stack)
+    kinds = kinds_of(run, ranks.coordinates.ep)
+    mine = run.held_layers(ranks.coordinates.pp)
+    stack = Stack.whole(len(mine)) if whole else Stack.of([(stage, kinds[layer]) for layer, stage in mine.items()])
+    layers = [*mine]
+    return Shortened(run.without_layers(set(layers) - {layers[number] for number in stack.kept}), stack)
 
 
 @cache
@@ -124,11 +126,15 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
             selection.experts.get(number, ()),
             selection.lora_experts.get(number, ()),
         )
-        quantized = tuple(sorted(one.removeprefix(path) for one in run.quantized_linears if one.startswith(f"{path}.")))
+        linears = run.quantized_linears.items()
+        stored = (
+            run.config.model.storage_of("experts", number),
+            *sorted((one.removeprefix(path), storage) for one, storage in linears if one.startswith(f"{path}.")),
+        )
         on_host = run.config.train.checkpointing == "offload"
         stays = on_host and number == 0  # its input, a frozen embedding's output, stays on the GPU
         kept = tuple(sorted(run.keeps.get(number, ())))
-        kinds.append((arrive, stays, kept, trains, quantized, held.get(number, ()), made))
+        kinds.append((arrive, stays, kept, trains, stored, held.get(number, ()), made))
         arrive = arrive or any(trains)
     return _with_fetched(kinds, run) if run.config.model.experts_on == "host" else kinds
 

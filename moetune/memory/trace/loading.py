@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moetune.config.schema import Storage
+from moetune.config.schema import Storage, storage_in
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.nf4 import BLOCK
 from moetune.formats.table import FORMATS
@@ -45,44 +45,43 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
 
     `traced` is a prediction of the same run by trace; only the bytes of its loaded weights are used.
     """
-    structure, model = run.structure, run.config.model
+    structure, model, published = run.structure, run.config.model, run.model.source.quantization
     on_gpu, on_host = (traced.loaded(on_host=where) for where in (False, True))
     dtype = torch.float32 if model.dtype == "fp32" else torch.bfloat16  # `auto` is bf16 on a GPU
-    outside = max(part.numel for part in structure.parameters if part.layer is None)
-    shapes = list(dict.fromkeys(layer.shape for layer in structure.moe_layers))
+    outside = max((part.numel for part in structure.parameters if part.layer is None), default=0)
+    stored_as = {layer: model.storage_of("experts", layer.index) for layer in structure.moe_layers}
+    kinds = {(x.shape, one, one == storage_in(published.base, "experts", x.index)) for x, one in stored_as.items()}
     if model.weights == "random":
         drawn = [
             shape.num_experts * shape.parameters_per_expert * dtype.itemsize
-            + max(shape.num_experts * _gate_up(shape), _quantizing(shape, run, dtype))
-            for shape in shapes
+            + max(shape.num_experts * _gate_up(shape), _quantizing(shape, storage, run, dtype))
+            for shape, storage, _ in kinds
         ]
         banks = traced.loaded(in_bank=True) + max(drawn) if drawn else 0
         return LoadPeaks(host=on_host, gpu=max(on_gpu + outside, banks))
     stored = run.model.source.config.dtype
-    if isinstance(stored, torch.dtype) and stored != dtype and not run.model.source.quantization.method:
+    if isinstance(stored, torch.dtype) and stored != dtype and not published.method:
         dtype = stored  # weights are quantized from the dtype of the checkpoint
         on_gpu += outside * dtype.itemsize  # the largest of the others, while it is converted
     host, on_the_way = outside * dtype.itemsize, 0
-    if shapes:
-        shape = shapes[0]
-        matrix = _gate_up(shape)
-        published = run.model.source.quantization
-        is_kept = model.base == published.base and run.config.adapt.experts is None
-        if is_kept and FORMATS[model.base].is_read_apart:
-            format = FORMATS[model.base]
+    for shape, storage, is_published in kinds:
+        matrix, read = _gate_up(shape), 0
+        is_kept = is_published and run.config.adapt.experts is None
+        if is_kept and FORMATS[storage].is_read_apart:
+            format = FORMATS[storage]
             host = max(host, int(matrix * (format.bits / 8 + format.unpacked_by)))
         elif published.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
             host = max(host, matrix * 17 // 32)
             if not is_kept:
                 # transformers dequantizes half of the weights at a time by a lookup with indices of 8 bytes
                 looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + dtype.itemsize + dtype.itemsize // 2) * matrix
-                on_the_way = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, run, dtype))
+                read = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, storage, run, dtype))
         else:
             layout = expert_layout(structure.model_type)
             read = matrix * dtype.itemsize * (shape.num_experts if layout == "converted" else 1)
             host = max(host, read)
-            on_the_way = read + max(0 if layout == "rows" else read, _quantizing(shape, run, dtype))
-        on_the_way += traced.loaded(in_bank=True)
+            read += max(0 if layout == "rows" else read, _quantizing(shape, storage, run, dtype))
+        on_the_way = max(on_the_way, read + traced.loaded(in_bank=True))
     return LoadPeaks(host=host + on_host, gpu=max(on_gpu, on_the_way))
 
 
@@ -91,11 +90,11 @@ def _gate_up(shape: ExpertShape) -> int:
     return shape.hidden * shape.intermediate * (2 if shape.has_gate else 1)
 
 
-def _quantizing(shape: ExpertShape, run: ResolvedRun, dtype: torch.dtype) -> int:
+def _quantizing(shape: ExpertShape, storage: Storage, run: ResolvedRun, dtype: torch.dtype) -> int:
     """Return the peak of temporary bytes while an expert's gate_up matrix is quantized (see `quantizing`)."""
     rows, model = _gate_up(shape) // shape.hidden, run.config.model
     on_cpu = run.device_type == "cpu"
-    return quantizing((rows, shape.hidden), model.base, model.double_quant, dtype, shape.is_transposed, on_cpu)
+    return quantizing((rows, shape.hidden), storage, model.double_quant, dtype, shape.is_transposed, on_cpu)
 
 
 @cache

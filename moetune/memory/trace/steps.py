@@ -89,6 +89,10 @@ class Phases(StepObserver):
         if self._left:
             self._forward()
 
+    def pausing(self) -> AbstractContextManager[None]:
+        """Leave the modules that a forward pass runs while it waits for others."""
+        return self.tracker.elsewhere()
+
     def eager_gradient(self, gradient: Tensor) -> None:
         """Mark a tensor that an expert bank computed outside of autograd as a gradient."""
         self.tracker.tag([gradient], "gradients")
@@ -222,9 +226,9 @@ class Steps(Watched):
 
     def _step(self, tracker: Tracker, micro_steps: int) -> None:
         """Run the micro-steps of a step, then the update."""
-        if self.config.parallel.pp > 1:
-            self._pipelined(tracker, micro_steps)
-        for number in range(micro_steps if self.config.parallel.pp == 1 else 0):
+        if self.stepper.takes_all:
+            self._together(tracker, micro_steps)
+        for number in range(0 if self.stepper.takes_all else micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")
             batch = self._batch(tracker)
@@ -248,14 +252,19 @@ class Steps(Watched):
         tracker.note(Work(synchronizations=len(given), copied=sum(map(size_of, given))), "transfers")
         return batch
 
-    def _pipelined(self, tracker: Tracker, micro_steps: int) -> None:
-        """Run the micro-steps of a step over the stages of the pipeline, as far as this rank takes part."""
+    def _together(self, tracker: Tracker, micro_steps: int) -> None:
+        """Run the micro-steps of a step layer by layer, or over the stages of the pipeline, as far as this rank takes
+        part."""
         tracker.micro_step = 0
         tracker.enter("forward")
         batches = [self._batch(tracker) for _ in range(micro_steps)]
-        passes = micro_steps * stages_a_rank(self.config.parallel)
+        if self.config.parallel.pp > 1:
+            passes = micro_steps * stages_a_rank(self.config.parallel)
+        else:
+            passes, self.turns = 2 if self.stepper.measures_first else 1, micro_steps
         self.phases.begin(tracker, passes)
         self.stepper.micro_steps(batches, count_loss_tokens(batches[0]) * micro_steps)
+        self.turns = 1
 
     def _evaluate(self, tracker: Tracker) -> None:
         """Run one batch of an evaluation, if there are rows for it."""

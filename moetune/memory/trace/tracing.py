@@ -93,7 +93,7 @@ def trace(
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
             else:
                 most, least = 2 if micro_steps_are_alike(config.parallel) else 3, 1
-                if config.parallel.pp > 1:  # each micro-batch has a buffer of its own for what it receives
+                if config.parallel.pp > 1 or whole.layer_by_layer:  # what all micro-batches hold exists at once
                     most, least = config.train.accumulate, config.parallel.pp
                 traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short)
         return replace(traced, load=load_peaks(whole.held_at(Coordinates.of(config.parallel, rank).pp), traced))
@@ -130,7 +130,9 @@ def faked(
     count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
     without = () if gpu is None else run.config.hardware.without_kernels
     with using_kernels(but=without), fake_ranks(run.config.parallel, rank) as ranks:
-        short = shorten(run, ranks) if shortened and is_even and can_be_shortened(run.config) else None
+        short = None
+        if shortened and (run.config.parallel.pp > 1 or (is_even and can_be_shortened(run.config))):
+            short = shorten(run, ranks, whole=not (is_even and can_be_shortened(run.config)))
         adapted = build_fake(run if short is None else short.run, mode, ranks, None if gpu is None else gpu.capability)
         with (
             refusing_values(run.config.model.path, run.structure.model_type),
@@ -157,12 +159,6 @@ def can_be_shortened(config: RunConfig) -> bool:
     """Return whether a few decoder layers may stand for the others in a trace of this run.
 
     They may not where a tensor grows with the number of layers: DeepSpeed concatenates all trained weights in one flat
-    tensor, and router losses are computed from the router logits of all layers. Nor in a pipeline, in which several
-    micro-batches are between their forward and backward passes.
+    tensor, and router losses are computed from the router logits of all layers.
     """
-    return not (
-        config.parallel.pp > 1
-        or config.parallel.engine == "deepspeed"
-        or config.train.router_aux_loss
-        or config.train.router_z_loss
-    )
+    return not (config.parallel.engine == "deepspeed" or config.train.router_aux_loss or config.train.router_z_loss)

@@ -389,6 +389,16 @@ class Tracker(TorchDispatchMode):
             self.phase, self.module = phase, module
             self.log.marks.append(Mark(len(self.log.entries), self.step, self.micro_step, phase, module))
 
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Leave the modules that run within the `with` block, in which another forward pass goes on."""
+        stack, module = self._stack, self.module
+        self._stack = []
+        self.enter(self.phase)
+        yield
+        self._stack = stack
+        self.enter(self.phase, module)
+
     def enter_experts(self, experts: Sequence[int]) -> None:
         """End the group of experts that was computed; `experts` are those that are computed next, empty for none."""
         self._end_group()

@@ -157,6 +157,14 @@ class Trace:
         part, sizes = self.events.column("part")[alive], self.bytes[alive]
         return Parts(*(int(sizes[part == name].sum()) for name in PART_NAMES))
 
+    def by_layer(self) -> tuple[int, ...]:
+        """Return the bytes of each decoder layer on the device at the peak, in order, without transient ones; empty if
+        the log does not say which layers the storages belong to."""
+        alive = self.alive()
+        lasting = alive[self.events.column("part")[alive] != "transient_peak"]
+        places, count = self.events.layers[lasting] + 1, sum(map(len, self.events.copies))
+        return tuple(map(int, np.bincount(places, self.bytes[lasting], minlength=count + 1)[1:]))
+
     def loaded(self, *, on_host: bool = False, in_bank: bool = False) -> int:
         """Return the bytes of the model's weights and buffers that exist before the first step, on the device or
         `on_host`; `in_bank` counts only the weights of expert banks."""

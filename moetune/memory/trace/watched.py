@@ -1,8 +1,10 @@
 """`Watched`: registers a model's tensors, layer boundaries and expert groups with a tracker; labels for reports."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,9 +14,10 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
 from moetune.compat.bitsandbytes import Linear4bit
 from moetune.experts.bank import ExpertBank
-from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
-from moetune.formats.table import format_of
+from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.nf4 import Nf4
 from moetune.memory.kernels.attention import replace_attention
+from moetune.memory.phases import FORWARD_PHASES
 from moetune.memory.time.work import WorkPart
 from moetune.memory.trace.log import OUTSIDE
 from moetune.memory.trace.tracker import Tracker
@@ -36,7 +39,10 @@ class Watched:
         layers: number -> module, for the decoder layers that run.
         layer_of: parameter -> number of its decoder layer, for those inside of layers.
         named: module -> path, for the modules that reports name (`named_modules`).
+        turns: how many micro-batches go through a layer before any goes through the next.
     """
+
+    turns = 1
 
     def __init__(
         self,
@@ -89,22 +95,34 @@ class Watched:
 
     @contextmanager
     def _cutting(self, tracker: Tracker) -> Iterator[None]:
-        """Record, by hooks, where each decoder layer's forward ends and its backward begins."""
+        """Record, by hooks, where each decoder layer's forward ends and its backward begins.
+
+        If micro-batches run layer by layer, that is where the first of them begins the next layer, or its backward.
+        """
+        calls = Counter[tuple[int, int, bool]]()
+
+        def cut(layer: int, *, backward: bool = False, at_last: bool = False) -> None:
+            if backward or tracker.phase in FORWARD_PHASES:  # not in a recomputation
+                calls[tracker.step, layer, backward] += 1
+                if calls[tracker.step, layer, backward] % self.turns == (0 if at_last else 1 % self.turns):
+                    tracker.cut(layer, backward=backward)
 
         def begin(module: nn.Module, args: Any, *, before: int) -> None:
-            tracker.cut(before, backward=False)
+            cut(before)
 
         def end(module: nn.Module, args: Any, output: Any, *, layer: int) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad and tracker.phase == "forward":
-                hidden.register_hook(lambda gradient: tracker.cut(layer, backward=True))
-            if layer == numbers[-1]:
-                tracker.cut(layer, backward=False)
+                hidden.register_hook(lambda gradient: cut(layer, backward=True))
+            if layer not in follows.values():
+                cut(layer, at_last=True)
 
         # A layer's end is recorded where the next layer begins, because only then has the model freed its input.
         # `prepend` puts these hooks before FSDP2's: gathering weights is part of the layer that needs them.
-        numbers, hooks = list(self.layers), []
-        for before, (number, layer) in zip([OUTSIDE, *numbers], self.layers.items(), strict=False):
+        hooks, stages = [], [*self.adapted.run.held_layers(self.adapted.ranks.coordinates.pp).values()]
+        follows = {later: layer for layer, later in pairwise(self.layers) if stages[layer] == stages[later]}
+        for number, layer in self.layers.items():
+            before = follows.get(number, OUTSIDE)
             hooks.append(layer.register_forward_pre_hook(partial(begin, before=before), prepend=True))
             hooks.append(layer.register_forward_hook(partial(end, layer=number), prepend=True))
         try:
@@ -120,21 +138,19 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
     A label names the component and, of quantized weights, the format: "attention", "experts, nf4". Trained LoRA factors
     and experts are labelled "lora" and "experts", and tensors of no known component "buffers".
     """
-    run, model = adapted.run, adapted.run.config.model
-    stored = format_of(model.base, model.double_quant).label
+    run, nf4 = adapted.run, Nf4(adapted.run.config.model.double_quant).label
     components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parameters}
     components |= {layer.experts: "experts" for layer in run.structure.moe_layers}
     labels = {}
     for path, module in adapted.model.named_modules():
         plain = path.replace(".base_layer", "")
         own = next((components[p] for p in (plain, plain.rpartition(".")[0]) if p in components), None)
-        if isinstance(module, QuantizedExperts):
-            own = "experts"
-        quantized = isinstance(module, (QuantizedExperts, QuantizedLinear, Linear4bit))
+        is_nf4 = isinstance(module, Linear4bit)
+        stored = module.format.label if isinstance(module, QuantizedExperts) else nf4 if is_nf4 else ""
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             label = own or "buffers"
-            labels[id(local_tensor(tensor).untyped_storage())] = f"{label}, {stored}" if quantized else label
-        if isinstance(module, Linear4bit):
+            labels[id(local_tensor(tensor).untyped_storage())] = f"{label}, {stored}" if stored else label
+        if is_nf4:
             for tensor in tensors_of(module):
                 labels[id(tensor.untyped_storage())] = f"{own}, {stored}"
     for name, parameter in adapted.trainable().items():

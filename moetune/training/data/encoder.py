@@ -19,14 +19,14 @@ from moetune.errors import UserError, reading
 from moetune.training.data.chats.chat_template import ChatTemplate, Written
 from moetune.training.data.chats.marks import REASONING
 from moetune.training.data.chats.tool_calls import checked_tools
-from moetune.training.data.documents import Document
-from moetune.training.data.formats import (
+from moetune.training.data.conversion import (
     alpaca_chat,
     alpaca_prompt,
     chat_of,
     checked_messages,
     sharegpt_chat,
 )
+from moetune.training.data.documents import Document
 from moetune.training.data.values import MalformedError, checked_text
 from moetune.training.step.loss import IGNORED
 

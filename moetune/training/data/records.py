@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from moetune.errors import UserError, counted, first_of, one_line, reading
 from moetune.training.data.chats.chat_template import Marking
+from moetune.training.data.conversion import with_known_keys
 from moetune.training.data.documents import Documents
 from moetune.training.data.encoder import Encoder, format_of
 from moetune.training.data.files.source import Note, Source
-from moetune.training.data.formats import with_known_keys
 from moetune.training.data.values import MalformedError, kind
 from moetune.training.step.loss import IGNORED
 

@@ -63,7 +63,9 @@ def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[T
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal answer
+        model.set_submodule(path, stack)  # whole again: other micro-batches may begin while this one is in the stack
         output = stack(*args, **kwargs)
+        model.set_submodule(path, answering)
         seen.append(output[0])
         answer = _answer_like(output)
         return answer(output[0][:, :0])  # no tokens, so that this call computes no logits

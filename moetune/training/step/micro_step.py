@@ -74,13 +74,29 @@ def micro_step(
 ) -> MicroStep:
     """Run the forward and backward pass of one micro-batch; gradients are left to autograd and its hooks.
 
+    Arguments are those of `forward_pass`; `backward` runs the backward pass of a scalar loss.
+    """
+    loss, done = forward_pass(model, batch, total_tokens, watch, config, memory)
+    backward(loss)
+    return done
+
+
+def forward_pass(
+    model: PreTrainedModel,
+    batch: Batch,
+    total_tokens: Tensor | int,
+    watch: RouterWatch,
+    config: ResolvedTrain,
+    memory: int | Chunks | None = LEAST,
+) -> tuple[Tensor, MicroStep]:
+    """Run the forward pass of one micro-batch; return the scalar to run the backward pass of, and the results.
+
     Args:
         total_tokens: predicted tokens of the whole step, summed over micro-batches and ranks. The loss is divided by
             it, so that 4 micro-batches of 1 row give the same step as 1 of 4 rows, whatever their lengths. Router
             losses are weighted by the micro-batch's share of these tokens.
         watch: records the routing, for the result's `load` and for router losses.
         config: has the coefficients of the router losses.
-        backward: runs the backward pass of a scalar loss.
         memory: bytes that the logits of a chunk may take (None: all tokens in one chunk), or the chunks themselves.
     """
     shape_routing = bool(config.router_aux_loss or config.router_z_loss)
@@ -92,7 +108,5 @@ def micro_step(
         balance, z = watch.losses(routed, per_layer=config.router_aux_scope == "layer")
         share = count_loss_tokens(batch) / total_tokens
         router_loss = share * (config.router_aux_loss * balance + config.router_z_loss * z)
-    load = routed.load
-    del routed
-    backward(loss if router_loss is None else loss + router_loss)
-    return MicroStep(loss.detach(), None if router_loss is None else router_loss.detach(), load)
+    done = MicroStep(loss.detach(), None if router_loss is None else router_loss.detach(), routed.load)
+    return loss if router_loss is None else loss + router_loss, done

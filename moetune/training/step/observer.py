@@ -14,6 +14,10 @@ class StepObserver:
         """Return a context manager within which each backward pass runs."""
         return nullcontext()
 
+    def pausing(self) -> AbstractContextManager[None]:
+        """Return a context manager within which a forward pass waits while those of other micro-batches run."""
+        return nullcontext()
+
     def eager_gradient(self, gradient: Tensor) -> None:
         """Receive a gradient that an expert bank computed itself in its backward pass, which no autograd hook sees."""
 

@@ -17,7 +17,7 @@ from moetune.parallel.pipeline import run_stages
 from moetune.training.step.batch import Batch
 from moetune.training.step.loss import Chunks
 from moetune.training.step.micro_step import MicroStep, count_loss_tokens, token_loss
-from moetune.training.step.router_losses import Routed, RouterWatch, Statistics, add_load, losses_of
+from moetune.training.step.router_losses import Routed, RouterWatch, Statistics, losses_of
 
 
 def stages_on(adapted: Adapted) -> list[StageLayers]:
@@ -39,6 +39,7 @@ class Pipeline:
         self._adapted, self._watch, self._stages = adapted, watch, stages_on(adapted)
         self._experts = {layer.index: layer.shape.num_experts for layer in run.structure.moe_layers}
         self._trains_before = run.trains_before_stages
+        self._gets_gradient = (*self._trains_before, False)[adapted.ranks.coordinates.pp + 1 :: run.config.parallel.pp]
         self._width = run.model.plain.get_parameter(run.embedding).shape[-1]
 
     def run(
@@ -75,7 +76,9 @@ class Pipeline:
                 else:
                     inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
                     hidden = layers.hidden_states(inputs)
-            add_load(done[number].load, routed.load)
+                    if not self._gets_gradient[stage]:  # checkpointing makes it require one
+                        hidden = hidden.detach()
+            done[number].load.update(routed.load)
             if shape_routing:
                 statistics = self._statistics(routed, statistics)
             if hidden is not None:

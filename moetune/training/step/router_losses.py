@@ -14,6 +14,7 @@ for every architecture whose routers return their logits.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,28 +47,29 @@ class RouterWatch:
     """Registers hooks on every router and expert bank of a model, which record routing inside `recording()`.
 
     End the recording before the backward pass; otherwise the recomputation of a checkpointed layer is recorded too.
+    Micro-batches that run layer by layer record at the same time, so a recording is a context variable.
     """
 
     def __init__(self, adapted: Adapted) -> None:
         self.layers = {layer.index: layer for layer in adapted.structure.moe_layers}
-        self._current: Routed | None = None
-        self._keep_logits = False
+        self._recording: ContextVar[tuple[Routed | None, bool]] = ContextVar("recording", default=(None, False))
         self._hooks: list[RemovableHandle] = []
         for layer in self.layers.values():
             self._watch(adapted.model, layer)
 
     def _watch(self, model: nn.Module, layer: MoeLayer) -> None:
         def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
-            if self._current is None or not self._keep_logits:
+            routed, keeps_logits = self._recording.get()
+            if routed is None or not keeps_logits:
                 return
             if (logits := find_logits(output, layer.shape.num_experts)) is not None:
-                self._current.logits[layer.index] = logits
+                routed.logits[layer.index] = logits
 
         def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._current is not None:
+            routed, _ = self._recording.get()
+            if routed is not None:
                 ids, weights = [*args, *kwargs.values()][1:]
-                load = _tokens(ids.detach(), weights.detach(), layer.shape.num_experts, self._current.mask)
-                self._current.load[layer.index] = load
+                routed.load[layer.index] = _tokens(ids.detach(), weights.detach(), layer.shape.num_experts, routed.mask)
 
         router = logits_module(model, layer.router, layer.shape.num_experts)
         bank = model.get_submodule(layer.experts)
@@ -87,11 +89,11 @@ class RouterWatch:
             mask: 1 for tokens that count, 0 for padding; any shape with T elements. None if all tokens count.
             logits: also record the router logits, which `losses` needs.
         """
-        self._current, self._keep_logits = (routed := Routed(mask)), logits
+        before = self._recording.set(((routed := Routed(mask)), logits))
         try:
             yield routed
         finally:
-            self._current = None
+            self._recording.reset(before)
 
     def losses(self, routed: Routed, *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
         """Return `losses_of` the `statistics` of a recording made with `logits=True`."""

@@ -13,9 +13,11 @@ at all; a fused step without a norm has already updated the parameters that the 
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +34,14 @@ from moetune.training.optim.values import as_float, bound_, generator_states, no
 from moetune.training.optim.zero import ZeroUpdater
 from moetune.training.step.batch import Batch
 from moetune.training.step.fused import FusedBackward
-from moetune.training.step.micro_step import MicroStep, micro_step
+from moetune.training.step.layer_by_layer import layer_by_layer
+from moetune.training.step.micro_step import MicroStep, forward_pass, micro_step
 from moetune.training.step.observer import StepObserver
 from moetune.training.step.pipelined import Pipeline
 from moetune.training.step.router_bias import RouterBiases
 from moetune.training.step.router_losses import RouterWatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,13 @@ class Reduced:
 
 
 class Stepper:
-    """Runs optimizer steps: `micro_step` for each micro-batch, then `finish` (`reduce_and_clip` and `update`).
+    """Runs optimizer steps: `micro_step` for each micro-batch, or `micro_steps` for all of them if `takes_all`, then
+    `finish` (`reduce_and_clip` and `update`).
 
     Attributes:
         watch: records routing.
         observer: notified of backward passes.
+        takes_all: whether the micro-batches of a step must be given together: to a pipeline, or layer by layer.
         engine: DeepSpeed's engine if it reduces and updates; None otherwise.
         fused: the hooks that update or offload parameters in the backward pass; None if there are no such parameters.
         loss_scale: dynamic loss scale of float16 runs; None in others.
@@ -86,6 +93,7 @@ class Stepper:
         self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
         self._stack = below_head(adapted.model)
         self._pipeline = Pipeline(adapted, self.watch) if adapted.ranks.parallel.pp > 1 else None
+        self.takes_all = self._pipeline is not None or adapted.run.layer_by_layer
         self._of_experts = set(adapted.of_experts())
         self.loss = torch.zeros((), device=adapted.model.device)
         # norm of the gradients freed in backward, and names of those that were not finite
@@ -115,42 +123,61 @@ class Stepper:
         """
         if self.engine is not None:
             backward = partial(self.engine.backward, last=last)
-
-        def observed(loss: Tensor) -> None:
-            scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
-            with self.observer.backward():
-                try:
-                    backward(scaled)
-                except Exception:
-                    _wait_for_autograd(scaled.detach())
-                    raise
-
         set_gradient_sync(self._stack, self.adapted.ranks, last=last)
         memory = loss_bytes(self.adapted.run, len(batch["input_ids"]))
+        observed = partial(self._backward, backward=backward)
         once = partial(
             micro_step, self.adapted.model, batch, total_tokens, self.watch, self.config.train, observed, memory
         )
-        done = once() if self.fused is None else self._fused_passes(self.fused, once)
-        self.loss = self.loss + done.loss
-        self._biases.count(done.load)
+        return self._counted([once() if self.fused is None else self._fused_passes(self.fused, once)])[0]
+
+    def _backward(self, loss: Tensor, backward: Callable[[Tensor], None] = torch.Tensor.backward) -> None:
+        """Run a backward pass, observed, of a loss that is first multiplied by the loss scale."""
+        scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
+        with self.observer.backward():
+            try:
+                backward(scaled)
+            except Exception:
+                _wait_for_autograd(scaled.detach())
+                raise
+
+    def _counted(self, done: list[MicroStep]) -> list[MicroStep]:
+        """Add the losses and the expert load of micro-steps to those of the step."""
+        for result in done:
+            self.loss = self.loss + result.loss
+            self._biases.count(result.load)
         return done
 
     def micro_steps(self, batches: Sequence[Batch], total_tokens: Tensor | int) -> list[MicroStep]:
-        """Run all micro-batches of a step over the stages of the pipeline; every rank of it must call this.
+        """Run all micro-batches of a step: layer by layer, or over the stages of the pipeline, of which every rank must
+        call this.
 
         Args:
-            batches: `train.accumulate` micro-batches of equal shapes, the same on every rank of the pipeline.
+            batches: the micro-batches; of a pipeline `train.accumulate`, of equal shapes, the same on every rank.
             total_tokens: predicted tokens of the whole step, over micro-batches and ranks.
         """
-        assert self._pipeline is not None
+        if self._pipeline is None:
+            once = partial(self._layer_by_layer, batches, total_tokens)
+            return self._counted(once() if self.fused is None else self._fused_passes(self.fused, once))
         memory = loss_bytes(self.adapted.run, len(batches[0]["input_ids"]))
         loss_scale = self.loss_scale
         scale = (lambda loss: loss) if loss_scale is None else (lambda loss: loss * loss_scale.value)
-        done = self._pipeline.run(batches, total_tokens, memory, self.observer.backward, scale)
-        for one in done:
-            self.loss = self.loss + one.loss
-            self._biases.count(one.load)
-        return done
+        return self._counted(self._pipeline.run(batches, total_tokens, memory, self.observer.backward, scale))
+
+    def _layer_by_layer(self, batches: Sequence[Batch], total_tokens: Tensor | int) -> list[MicroStep]:
+        """Run the forward passes of micro-batches layer by layer, and one backward pass of all losses."""
+        model, run, prefetcher = self.adapted.model, self.adapted.run, self.adapted.expert_context.prefetcher
+        forwards = [
+            partial(
+                forward_pass, model, batch, total_tokens, self.watch, self.config.train,
+                loss_bytes(run, len(batch["input_ids"])),
+            )
+            for batch in batches
+        ]  # fmt: skip
+        with nullcontext() if prefetcher is None else prefetcher.shared():
+            losses, done = zip(*layer_by_layer(model, forwards, self.observer.pausing), strict=True)
+        self._backward(torch.stack(losses).sum())
+        return list(done)
 
     @torch.no_grad()
     def held_out_loss(self, batches: Sequence[Batch]) -> Tensor:
@@ -160,8 +187,8 @@ class Stepper:
         memory = loss_bytes(self.adapted.run, len(batches[0]["input_ids"]))
         return torch.stack([one.loss for one in self._pipeline.run(batches, 1, memory, None)]).sum()
 
-    def _fused_passes(self, fused: FusedBackward, once: Callable[[], MicroStep]) -> MicroStep:
-        """Run a micro-batch, by `once`, so that its backward pass updates or offloads each parameter of `fused`.
+    def _fused_passes(self, fused: FusedBackward, once: Callable[[], T]) -> T:
+        """Run micro-batches, by `once`, so that their backward pass updates or offloads each parameter of `fused`.
 
         If `measures_first`, it runs twice: to measure the norm, and, unless a gradient is not finite, to update.
         """

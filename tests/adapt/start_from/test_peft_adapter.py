@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from moetune.adapt.start_from.peft_adapter import load_peft
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from tests.exporting.formats.test_peft import LORA, assert_same, logits, make_run
 from tests.exporting.runs import ToyRun
+from tests.exporting.writers.test_peft import LORA, assert_same, logits, make_run
 from tests.reference import excite_, token_ids
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

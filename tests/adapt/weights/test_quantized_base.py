@@ -18,8 +18,8 @@ from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
 from moetune.files import Ledger
 from moetune.models.hub.fingerprint import digest, take_fingerprint
+from moetune.models.quantized_manifest import read_quantized_manifest
 from moetune.models.source import find_model_source
-from moetune.models.source_quantization import read_quantized_manifest
 from tests.adapt.weights.test_published import write
 from tests.reference import run_config, small_linears_are_quantized
 from tests.resolved import build, write_quantized_base

@@ -443,7 +443,7 @@ def test_fp8_blocks_may_be_cut_off(tmp_path: Path) -> None:
     expected = (weight.float() * scales.repeat_interleave(32, 0)[:80].repeat_interleave(32, 1)[:, :50]).bfloat16()
     assert torch.equal(opened.rows(), expected)
     assert torch.equal(opened.rows(20, 70), expected[20:70])
-    with pytest.raises(ValueError, match="not divisible"):  # once it is, docs/reference/upstream.md
+    with pytest.raises(ValueError, match="not divisible"):  # once it is, its finding is out of date
         Fp8Dequantize(None)._dequantize_one(weight, scales)
 
 

@@ -2,6 +2,7 @@
 several."""
 
 from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ APART = {
 }
 RANKS = {"lora": {**LORA["lora"], "rank": {"attention": 8, "experts": {"0-4": 4, "5-9": 2}}}}
 OFFLOAD = {"optimizer": {"name": "adamw", "offload": True}}
+TOGETHER = {"model": {"experts_on": "host"}, "train": {"accumulate": 3, "layer_by_layer": True}}
+TOGETHER_OFFLOAD = {**TOGETHER, "train": {**TOGETHER["train"], "checkpointing": "offload"}}
 EVALUATED = {"train": {"eval_micro_batch": 6}, "data": {"eval": "unread"}}
 KEEPS_ROWS = {"train": {"keep_rows": 5, "accumulate": 2}}
 TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 4}
@@ -30,6 +33,7 @@ THREES = {"layer_types": ["sliding_attention", "sliding_attention", "full_attent
 LINEAR = {"layer_types": ["linear_attention", "linear_attention", "full_attention"] * 4}
 SOME = {"experts": {"layers": "0-6", "ids": [0, 1]}}
 LOMO = {"optimizer": {"name": "lomo"}, "model": {"experts_on": "host"}, "train": {"checkpointing": "offload"}}
+BY_LAYER = {"default": "nf4", "parts": {"attention": "int8"}, "layers": {"0": {"experts": "bf16"}, "4-9": "bf16"}}
 CASES = {
     "lora": ("mixtral", LORA, {}, {"num_hidden_layers": 6}),
     "experts": ("mixtral", EXPERTS, {"train": {"accumulate": 3}}, {"num_hidden_layers": 9}),
@@ -40,12 +44,16 @@ CASES = {
     "unchecked": ("deepseek_v2", LORA, {"train": {"checkpointing": "none"}}, {"num_hidden_layers": 6}),
     "a rank for each": ("mixtral", RANKS, {}, {"num_hidden_layers": 10}),
     "rows kept of some": ("mixtral", LORA, KEEPS_ROWS, {"num_hidden_layers": 10}),
+    "a base in three precisions": ("mixtral", LORA, {"model": {"base": BY_LAYER}}, {"num_hidden_layers": 10}),
     "lomo": ("mixtral", EXPERTS, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
     "two passes": ("llama", EVERYTHING, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
     "updates on the host": ("mixtral", EXPERTS, OFFLOAD, {"num_hidden_layers": 6}),
     "experts on the host": ("mixtral", LORA, ON_HOST, {"num_hidden_layers": 7}),
     "experts of other layers than the neighbours, on the host": ("nemotron_h", LORA, FULL_ON_HOST, APART),
     "some of those": ("nemotron_h", {"experts": {"layers": "1,3,5,7,9,11", "ids": [0]}}, FULL_ON_HOST, APART),
+    "layer by layer": ("mixtral", LORA, TOGETHER, {"num_hidden_layers": 7}),
+    "layer by layer, inputs on the host": ("mixtral", LORA, TOGETHER_OFFLOAD, {"num_hidden_layers": 7}),
+    "layer by layer, other layers": ("nemotron_h", LORA, TOGETHER_OFFLOAD, APART),
     "evaluation": ("llama", EVERYTHING, EVALUATED, {"num_hidden_layers": 6}),
 }
 NF4, FP32 = {"base": "nf4"}, {"base": "fp32"}
@@ -60,15 +68,22 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] =
     "fsdp, ep, on the host": ({"router": "all"}, {"fsdp": 2, "ep": 2}, 2, NF4_ON_HOST),
     "replicas, ep": (EXPERTS, {"ep": 2, "replicate": 2}, 1, NF4),
     "tp, ep": (LORA, {"tp": 2, "ep": 2}, 1, FP32),
+    "stages": (SOME, {"pp": 2}, 4, NF4),
+    "three stages": (LORA, {"pp": 3}, 6, NF4),
+    "several stages each": (LORA, {"pp": 2, "schedule": "interleaved1f1b"}, 4, NF4),
 }
 ON_A_PUSH = (
     "turns",
     "part of a period",
     "a rank for each",
     "rows kept of some",
+    "a base in three precisions",
     "experts on the host",
+    "layer by layer, inputs on the host",
     "fsdp, ep",
     "fsdp, ep, on the host",
+    "three stages",
+    "several stages each",
     "experts of other layers than the neighbours, on the host",
 )
 
@@ -122,14 +137,15 @@ def test_one_rank(case: str, tmp_path: Path) -> None:
 )
 def test_several_ranks(layout: str, tmp_path: Path) -> None:
     adapt, parallel, accumulate, stored = LAYOUTS[layout]
-    count = parallel.get("fsdp", 1) * parallel.get("tp", 1) * parallel.get("replicate", 1)
+    count = prod(parallel.get(axis, 1) for axis in ("fsdp", "tp", "replicate", "pp"))
     sections = {"parallel": parallel, "hardware": {"count": count}, "train": {"accumulate": accumulate}}
-    sizes = {"num_hidden_layers": 9 if adapt is EXPERTS else 6, "intermediate_size": 64}
+    sizes = {"num_hidden_layers": 12 if "pp" in parallel else 9 if adapt is EXPERTS else 6, "intermediate_size": 64}
     model = write_toy(tmp_path, "mixtral", experts=2, **sizes)
     config = toy_run(model, "mixtral", adapt, **sections, model=stored)
-    short, whole = trace(config, gpu=CARD), trace(config, shortened=False, gpu=CARD)
-    same(short, whole)
-    assert short.collectives == whole.collectives
+    for rank in range(parallel.get("pp", 1)):
+        short, whole = (trace(config, gpu=CARD, rank=rank, shortened=shortened) for shortened in (True, False))
+        same(short, whole)
+        assert short.collectives == whole.collectives
 
 
 @pytest.mark.full

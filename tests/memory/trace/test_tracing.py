@@ -1,5 +1,6 @@
 """Fake steps take what real ones take, a shortened model what the whole one takes; and the table of the design."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
+from moetune.formats.table import FORMATS
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.report import PART_NAMES
 from moetune.memory.trace import Trace, trace
+from moetune.run.resolve import resolve
 from tests.memory.models import LAYOUTS, blocks_of, toy_run, write_toy
 from tests.published import write_4bit, write_fp8, write_mxfp4
+from tests.reference import small_linears_are_quantized
 from tests.resolved import measure
 
 GiB = 2**30
@@ -63,6 +67,43 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
         "train": {"accumulate": 2, "checkpointing": checkpointing, "keep_rows": kept},
     }
     assert_alike(toy_run(toys[model_type], model_type, adapt, **sections))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("experts_on", ["gpu", "host"])
+@small_linears_are_quantized()
+def test_so_they_do_on_a_base_in_several_precisions(experts_on: str, tmp_path: Path) -> None:
+    folder = write_toy(tmp_path, "deepseek_v3", num_hidden_layers=3)
+    base = {"default": "nf4", "parts": {"attention": "int8"}, "layers": {1: {"experts": "fp32"}}}
+    model = {"base": base, "experts_on": experts_on}
+    config = toy_run(folder, "deepseek_v3", MIXED, model=model, train={"accumulate": 2})
+    assert_alike(config)
+    run = resolve(config, "cpu")
+    stored = [(one, (linear.out_features, linear.in_features), 1) for path, linear in run.structure.linears().items()
+              if (one := run.quantized_linears.get(path))]  # fmt: skip
+    for layer in run.structure.moe_layers:
+        shape, one = layer.shape, run.config.model.storage_of("experts", layer.index)
+        stored += [(one, (shape.gate_up_rows, shape.hidden), shape.num_experts)]
+        stored += [(one, (shape.hidden, shape.intermediate), shape.num_experts)]
+    assert {one for one, _, _ in stored} == {"nf4", "int8", "fp32"}
+    sizes = (kind for one, shape, count in stored for kind in FORMATS[one].buffers(count, shape).values())
+    expected = sum(dtype.itemsize * math.prod(size) for dtype, size in sizes)
+    expected += 4 * 16 * [*run.quantized_linears.values()].count("nf4")  # bitsandbytes' table of codes
+    blocks = [b for b in blocks_of(trace(config, micro_steps=2)) if b.part == "frozen_weights" and ", " in b.op]
+    assert sum(b.bytes for b in blocks) == expected
+    assert {b.op for b in blocks} == {
+        *("experts, nf4, double-quantized", "experts, fp32", "attention, int8"),
+        *("dense_mlp, nf4, double-quantized", "shared_experts, nf4, double-quantized"),
+    }
+
+
+@pytest.mark.parametrize(
+    "checkpointing", ["offload", *(pytest.param(c, marks=pytest.mark.full) for c in ("full", "none"))]
+)
+def test_so_they_do_layer_by_layer(toys: dict[str, Path], checkpointing: str) -> None:
+    train = {"accumulate": 3, "checkpointing": checkpointing, "layer_by_layer": True}
+    config = toy_run(toys["mixtral"], "mixtral", MIXED, model={"experts_on": "host"}, train=train)
+    assert_alike(config)
 
 
 @pytest.mark.full

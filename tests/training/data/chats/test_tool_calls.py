@@ -8,8 +8,8 @@ import pytest
 import trl
 
 from moetune.errors import UserError
+from moetune.training.data.conversion import with_known_keys
 from moetune.training.data.encoder import Encoder, format_of
-from moetune.training.data.formats import with_known_keys
 from tests.training.data.test_load import CHATML, make_tokenizer, trained_text
 
 ARGUMENTS = {

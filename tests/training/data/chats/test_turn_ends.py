@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken
 
 from moetune.training.data.chats.stop_tokens import turn_ends
+from moetune.training.data.conversion import MalformedError
 from moetune.training.data.documents import Document
 from moetune.training.data.encoder import Encoder
-from moetune.training.data.formats import MalformedError
 from tests.chat_templates import NAMES, of_trl, tokenizer_with
 
 PLAIN: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.training.data.chats import chat_template
 from moetune.training.data.chats.chat_template import ChatTemplate
-from moetune.training.data.formats import MalformedError
+from moetune.training.data.conversion import MalformedError
 from tests.chat_templates import of_trl, tokenizer_with
 
 TOOL = {

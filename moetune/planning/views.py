@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from moetune.errors import counted
 from moetune.memory.report import MemoryReport
 from moetune.planning.candidate import Candidate
-from moetune.planning.changes import Remedy
 from moetune.planning.compare import Compared
 from moetune.planning.plan import Plan
+from moetune.planning.savings import Remedy
 from moetune.planning.strategies import Goal
 from moetune.report.memory import left_in_words, span_in_words
 from moetune.report.units import between, from_to, gib, hours
@@ -92,7 +92,7 @@ def _row(number: int, one: Candidate, plan: Plan) -> Iterator[str]:
     right = f"{batch:>15}  {needs:>26}"
     width = _WIDTHS[0] - 5 - len(right)
     yield f"{number:2}  {_cut(one.trains, width):{width}} {right}".rstrip()
-    sizes = {axis: getattr(one.config.parallel, axis) for axis in ("fsdp", "ep")}
+    sizes = {axis: getattr(one.config.parallel, axis) for axis in ("fsdp", "ep", "pp")}
     layout = " · ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     host = f"{on_host} of host memory" if (on_host := _host(report)) else ""
     steps = "" if plan.tokens is None else counted(train.steps, "step")

@@ -11,7 +11,7 @@ import torch
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
-from moetune.exporting.formats.updates import new_rows, placed, updates
+from moetune.exporting.writers.updates import new_rows, placed, updates
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT
 from moetune.models.hub.fingerprint import digest

@@ -161,6 +161,9 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         yield Saving({"train.eval_micro_batch": train.micro_batch}, why, ("transient_peak",))
     if isinstance(train.keep_rows, int):
         yield Saving({"train.keep_rows": "none"}, "computes gate_up's rows again in backward", _ACTIVATIONS)
+    if train.layer_by_layer is True:
+        why = "one micro-batch after the other: those that wait hold nothing, and each copies what is on the host"
+        yield Saving({"train.layer_by_layer": False}, why, _ACTIVATIONS)
     if train.checkpointing not in ("auto", "full", "offload"):
         why = "keeps each layer's input, and computes the layer again in backward"
         yield Saving({"train.checkpointing": "full"}, why, _ACTIVATIONS)
@@ -189,9 +192,9 @@ def savings(config: RunConfig) -> Iterator[Saving]:
     if lora is not None and lora.dtype == "fp32" and config.parallel.ranks == 1:
         why = "LoRA factors and their gradients in 16 bits; updates are rounded stochastically"
         yield Saving({"adapt.lora.dtype": "bf16"}, why, ("trainable_weights", "gradients"))
-    if model.base == "nf4" and not model.double_quant:
+    if "nf4" in model.storages and not model.double_quant:
         yield Saving({"model.double_quant": True}, "8 bits for the scales of frozen weights", ("frozen_weights",))
-    if model.base not in ("nf4", "auto"):
+    if model.storages - {"nf4", "auto"}:
         yield Saving({"model.base": "nf4"}, "4 bits for frozen weights", ("frozen_weights",))
     if train.micro_batch > 1:
         smaller = {"train.micro_batch": 1, "train.accumulate": train.accumulate * train.micro_batch}

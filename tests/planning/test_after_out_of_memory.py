@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from moetune.models.catalog.gpus import Figure, find_gpu
-from moetune.planning import remedy
-from moetune.planning.changes import is_setting_of_host
+from moetune.planning import after_out_of_memory
+from moetune.planning.savings import is_setting_of_host
 from moetune.run.resolve import resolve
 from tests import small
 
@@ -18,9 +18,9 @@ from tests import small
 def test_offload_needs_room_on_the_host(
     room: int | None, is_named: bool, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remedy, "this_machine", lambda: None if room is None else Figure(room, "there"))
+    monkeypatch.setattr(after_out_of_memory, "this_machine", lambda: None if room is None else Figure(room, "there"))
     run = resolve(small.run_config(small_model, tmp_path / "data.jsonl", tmp_path / "out", "experts"), "cuda")
-    found = remedy.remedies(run, find_gpu("l40s"), 2**16)
+    found = after_out_of_memory.remedies(run, find_gpu("l40s"), 2**16)
     on_host = [key for one in found for key, value in one.settings.items() if is_setting_of_host(key, value)]
     assert found
     assert bool(on_host) == is_named, found

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from moetune.errors import UserError
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
-from moetune.exporting.formats.merged import copy_checkpoint
+from moetune.exporting.writers.merged import copy_checkpoint
 from moetune.models.hub.fingerprint import take_fingerprint
 from tests.exporting.runs import ADAPT, FULL, LORA, tensors_of, write_base, write_run
 

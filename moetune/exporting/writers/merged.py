@@ -15,10 +15,10 @@ from typing import Any
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
-from moetune.exporting.formats.updates import placed, updates, write_updates
+from moetune.exporting.writers.updates import placed, updates, write_updates
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.published import SETTINGS_BESIDE, remove_settings
+from moetune.formats.source_quantization import SETTINGS_BESIDE, remove_settings
 from moetune.json_files import read_json
 from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
 from moetune.models.hub.snapshot import copy_small_file, small_files

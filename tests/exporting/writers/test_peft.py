@@ -18,7 +18,7 @@ from moetune.adapt.start_from.peft_adapter import load_peft
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import open_run
-from moetune.exporting.formats.adapter import write_peft
+from moetune.exporting.writers.adapter import write_peft
 from moetune.training.folder.checkpoint import TRAINED_FILE
 from tests.exporting.runs import ToyRun, trained_of, write_base, write_run
 from tests.reference import token_ids

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import base_folder, open_run
-from moetune.exporting.formats.merged import complete_config
 from moetune.exporting.memory import predict_merged
+from moetune.exporting.writers.merged import complete_config
 from moetune.inference.check import check_export
 from moetune.memory.trace.tracker import Tracker
 from moetune.tensor_files import read_headers
 from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
-from tests.reference import token_ids
+from tests.reference import small_linears_are_quantized, token_ids
 from tests.resolved import write_quantized_base
 from tests.thinned import in_pairs
 from tests.toys import expert_model_types, toy_config
@@ -155,6 +156,20 @@ def test_check_says_how_far_the_losses_are_apart(packing: str, base: Callable[[s
     assert difference < TOLERANCE if packing == "fp32" else 0 < difference < 0.1
 
 
+def test_it_is_the_same_whatever_the_base_is_stored_in(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """In several precisions too; and an adapter is."""
+    exports = []
+    for storage in ("fp32", {"default": "nf4", "parts": {"attention": "int8"}, "layers": {"0": {"experts": "fp32"}}}):
+        path = tmp_path / f"run{len(exports)}"
+        with small_linears_are_quantized():
+            run = write_run(path, base("mixtral"), ADAPT["lora"], storage=storage)
+            merged = tensors_of(merge(run, path / "merged"))
+            export(run.path, "peft", path / "peft")
+        exports.append(merged | load_file(path / "peft" / "adapter_model.safetensors"))
+    assert exports[0].keys() == exports[1].keys()
+    assert all(tensor.equal(exports[1][name]) for name, tensor in exports[0].items())
+
+
 def test_the_newest_checkpoint_is_taken(base: Callable[[str], Path], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", base("mixtral"), FULL, steps=(2, 10))
     result = export(run.path, "merged", tmp_path / "merged")
@@ -196,7 +211,7 @@ def test_a_failure_leaves_nothing_behind(
     run = write_run(tmp_path / "run", base("mixtral"), FULL)
     out = tmp_path / "out" / "merged"
     monkeypatch.setattr(
-        "moetune.exporting.formats.merged.write_export_manifest", lambda *_: os.open(tmp_path / "none", os.O_RDONLY)
+        "moetune.exporting.writers.merged.write_export_manifest", lambda *_: os.open(tmp_path / "none", os.O_RDONLY)
     )
     with pytest.raises(UserError, match=r"merged' was not written: No such file .*none"):
         merge(run, out)

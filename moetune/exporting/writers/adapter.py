@@ -70,7 +70,8 @@ def write_for_server(program: str, run: FinishedRun, out: Path) -> Written:
             f"{run} trains {what} beside LoRA, and adapters of {program} hold factors only; use --format merged"
         )
     folder = base_folder(run)
-    confirmed_base(run, folder)
+    if run.base is not None:
+        confirmed_base(run, folder)
     adapter = _trained_adapter(run, {name: stored.rows().float() for name, stored in run.trained.items()}, {})
     return _write(adapter, _base_of(run), program, out, str(folder))
 

@@ -1,13 +1,13 @@
-"""`remedies`: savings (changes.py) with which a run that ran out of memory would have fitted."""
+"""`remedies`: savings (savings.py) with which a run that ran out of memory would have fitted."""
 
 from dataclasses import replace
 
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.host import this_machine
 from moetune.models.catalog.gpus import Figure, Gpu
-from moetune.planning.changes import Remedy, fitting
 from moetune.planning.fit import headroom
 from moetune.planning.predictor import Predictor
+from moetune.planning.savings import Remedy, fitting
 from moetune.run.resolve import ResolvedRun
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts
-from moetune.planning.changes import changed, fitting, savings
 from moetune.planning.predict import predict
+from moetune.planning.savings import changed, fitting, savings
 from tests.report.sample import GIB, MIB, rank, sample
 
 RAW: dict[str, Any] = {

@@ -19,8 +19,8 @@ from moetune.config.schema import Storage
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
-from moetune.exporting.formats.merged import complete_config, copy_rows, create_files, write_config
-from moetune.exporting.formats.updates import new_rows, placed, updates
+from moetune.exporting.writers.merged import complete_config, copy_rows, create_files, write_config
+from moetune.exporting.writers.updates import new_rows, placed, updates
 from moetune.formats.base import Format, Quantized
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.table import FORMATS
@@ -68,8 +68,8 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
     """
     folder, model = base_folder(run), run.adapted.run.model
     published = model.source.quantization.base
-    is_kind = published is not None and published.split("-")[0] == into
-    format = FORMATS[published if published is not None and is_kind else _INT4 if into == "int4" else into]
+    is_kind = isinstance(published, str) and published.split("-")[0] == into
+    format = FORMATS[published if isinstance(published, str) and is_kind else _INT4 if into == "int4" else into]
     base = _open_exactly(folder)
     targets = placed(model, updates(run), base)
     own = [tensor for tensor in base.values() if isinstance(tensor, format.layouts)]
@@ -155,7 +155,7 @@ def _to_round(model: ResolvedModel, base: Mapping[str, Stored], format: Format) 
                     f"only of {layout}; export without --into, or as an adapter"
                 )
             experts |= {*mapping.every_key()}
-    paths = linears_to_quantize(model.plain, structure, NOTHING) if format.quantizes_linears else ()
+    paths = linears_to_quantize(model.plain, structure, NOTHING, model.config) if format.quantizes_linears else ()
     linears = (mappings.get(f"{path}.weight") for path in paths)
     keys = experts | {one.every_key()[0] for one in linears if one is not None and one.conversion is None}
     return {key for key in keys if base[key].shape[1] % format.into_multiple == 0}

@@ -1,0 +1,104 @@
+"""`rank_memory`: the memory of one rank from its trace, with what the caching allocator and cuBLAS add to it."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Literal
+
+from moetune.memory.allocator import LARGE_PAGE, POOLS, SMALL_PAGE, Event, Reserved, simulate
+from moetune.memory.report import RankMemory, Term
+from moetune.memory.terms import terms_of
+from moetune.memory.trace import Trace
+from moetune.models.catalog.gpus import Gpu
+
+Allocator = Literal["default", "expandable"]
+"""Configuration of torch's caching allocator: default segments, or `expandable_segments:True`."""
+
+
+def allocator_here(unset: Allocator = "default") -> Allocator:
+    """Return the allocator that PYTORCH_ALLOC_CONF or else PYTORCH_CUDA_ALLOC_CONF configures; `unset` if neither is
+    set."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if settings is None:
+        return unset
+    return "expandable" if re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE) else "default"
+
+
+def rank_memory(
+    found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
+) -> RankMemory:
+    """Return the memory of one rank; its `rank` is 0, for the caller to replace. Bytes that only the allocator adds
+    (rounding to 512 bytes, cuBLAS workspaces) count as `transient_peak`.
+
+    Args:
+        found: the rank's trace.
+        card: the GPU, for the size of a cuBLAS workspace.
+        outside: bytes outside the allocator: context and NCCL buffers.
+        allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
+        matrix: bytes of the largest matrix that is quantized while weights are loaded (`largest_quantized`).
+        capacity: bytes of GPU memory that the allocator may hold; None for no limit.
+    """
+    parts = found.parts()
+    workspaces = found.workspaces
+    if allocator is None:
+        beside = workspaces * card.cublas_workspace.value + found.rounded_peak - parts.total
+        reserved = -(-(parts.total + beside) // LARGE_PAGE) * LARGE_PAGE + SMALL_PAGE
+    else:
+        allocated, reserved = _simulated(found, card, allocator == "expandable", matrix, capacity)
+        beside = allocated - parts.total
+    name = "cuBLAS workspaces; sizes rounded up to 512 bytes"
+    term = Term("transient_peak", name, f"{workspaces} workspaces", beside, "concepts/allocator.md")
+    return RankMemory(
+        rank=0,
+        parts=replace(parts, transient_peak=parts.transient_peak + beside),
+        outside_allocator=outside + found.managed,
+        peak_reserved=reserved,
+        host_bytes=found.host_peak,
+        terms=(*terms_of(found), term),
+        layers=found.by_layer(),
+        sent=sum(one.bytes for one in found.collectives),
+    )
+
+
+def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity: int | None) -> tuple[int, int]:
+    """Simulate the allocator on a trace; return the peaks of allocated and of reserved bytes.
+
+    Loading may leave a hole between the weights, so the largest reserved peak of three simulations is returned: with
+    holes of 0, `matrix` and 8 · `matrix` bytes. If only the reserved bytes exceed `capacity`, the simulations that do
+    are repeated with this limit, at which the allocator returns unused memory to the driver; if one fails even so, the
+    bytes that it would have reserved count.
+    """
+    workspace, holes = card.cublas_workspace.value, (0, matrix, 8 * matrix)
+
+    def events(hole: int, sizes: tuple[int, int] | None = None) -> Iterator[Event]:
+        for number in range(traced.workspaces):
+            if sizes is None or sizes[0] <= workspace <= sizes[1]:
+                yield -1 - number, workspace
+        yield from traced.allocations(hole, sizes)
+
+    def played(hole: int, capacity: int | None) -> Reserved:
+        return simulate(events(hole), expandable=expandable, capacity=capacity)
+
+    @cache
+    def of_pool(sizes: tuple[int, int], hole: int) -> int:
+        return simulate(events(hole, sizes), expandable=expandable).peak_reserved
+
+    if expandable:  # without a limit neither pool changes the other, and blocks are as large as what was requested
+        allocated = traced.rounded_peak + traced.workspaces * workspace
+        free = [sum(of_pool((low, high), hole if low <= hole <= high else 0) for low, high in POOLS) for hole in holes]
+    else:
+        unlimited = [played(hole, None) for hole in holes]
+        allocated, free = unlimited[0].peak_allocated, [one.peak_reserved for one in unlimited]
+    if capacity is None or not max(free) > capacity >= allocated:
+        return allocated, max(free)
+    most = 0
+    for hole, reserved in zip(holes, free, strict=True):
+        if reserved > capacity:
+            limited = played(hole, capacity)
+            if not limited.fits:
+                return allocated, max(free)
+            reserved = limited.peak_reserved
+        most = max(most, reserved)
+    return allocated, most

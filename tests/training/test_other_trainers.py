@@ -1,0 +1,67 @@
+"""Checkpoints of transformers' and TRL's trainers: a run that resumes ends like one that was not interrupted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import moetune
+from moetune.adapt.build import Adapted
+from tests.thinned import thinned
+
+ROWS = torch.randint(5, 60, (8, 16), generator=torch.Generator().manual_seed(0))
+OPTIONS: dict[str, Any] = {
+    "save_steps": 1, "save_strategy": "steps", "report_to": "none", "use_cpu": True, "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant", "per_device_train_batch_size": 2,
+}  # fmt: skip
+
+
+def stock(adapted: Adapted, out: Path, steps: int) -> Any:
+    rows = [{"input_ids": row, "labels": row} for row in ROWS]
+    return Trainer(adapted.model, TrainingArguments(out, max_steps=steps, **OPTIONS), train_dataset=rows)  # type: ignore[arg-type]
+
+
+def dpo(adapted: Adapted, out: Path, steps: int) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    pairs = {"prompt": ["Two experts"] * 8, "chosen": [" take each token."] * 8, "rejected": [" rest."] * 8}
+    arguments = moetune.trl_arguments(adapted.run, "dpo") | OPTIONS | {"output_dir": str(out), "max_steps": steps}
+    return DPOTrainer(
+        moetune.trl_model(adapted),
+        args=DPOConfig(**arguments),
+        train_dataset=Dataset.from_dict(pairs),
+        processing_class=moetune.trl_tokenizer(adapted.run),
+    )
+
+
+@pytest.mark.parametrize("trainer", [stock, dpo])
+@pytest.mark.parametrize("adapt", thinned([
+    {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}},
+    {"router": "all"},
+    {"experts": {"layers": "0-1", "ids": "0-1"}, "router": "all"},
+], always=()))  # fmt: skip
+def test_a_trainer_resumes(adapt: dict[str, Any], trainer: Callable[..., Any], tmp_path: Path) -> None:
+    raw = {"model": {"path": "tiny-mixtral", "base": "nf4"}, "adapt": adapt, "train": {"sequence_length": 32}}
+    run = moetune.resolve(moetune.RunConfig.model_validate(raw), "cpu")
+
+    def trained(out: Path, steps: int, resume: Path | None = None) -> dict[str, torch.Tensor]:
+        adapted = moetune.build(run, "cpu")
+        trainer(adapted, out, steps).train(resume_from_checkpoint=resume)
+        return {name: tensor.detach().clone() for name, tensor in adapted.learned().items()}
+
+    whole = trained(tmp_path / "whole", 2)
+    checkpoint = tmp_path / "whole/checkpoint-1"
+    resumed = trained(tmp_path / "again", 2, checkpoint)
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.items())
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == whole.keys()
+    with pytest.raises(ValueError, match="moetune-adapted"):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+    with pytest.raises(moetune.UserError, match="moetune-adapted"):
+        moetune.count(str(checkpoint))
