@@ -48,6 +48,7 @@ def predict_merged(run: FinishedRun) -> MemoryReport:
         for update, mapping in alike.values():
             for key, _, rows in new_rows(update, mapping, base):
                 base[key].as_written(rows)
+                del rows
     return report_of(tracker, settings.path, {"exports": f"{run} as a merged checkpoint"}, None)
 
 

@@ -1,7 +1,7 @@
 """Peaks of what is no step of `moetune train`, predicted beside measured on the null device: predict_vs_measured.py.
 
 Trainers of TRL train the recipe of Mixtral-8x7B with LoRA, with random weights. The other commands run as a user types
-them, on a Mixtral of 104 million weights in a folder: first with `--predict`, then for real. What they have on a GPU is
+them, on a small Mixtral in a folder: first with `--predict`, then for real. What they have on a GPU is
 counted by torch's allocator; what `export --format merged` has in host memory by the trace's tracker, on real tensors.
 """
 

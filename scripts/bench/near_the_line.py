@@ -233,7 +233,7 @@ def table(report: dict[str, Any]) -> Iterator[str]:
             ran = sum(row["ran"] for row in rows)
             shares = spread((100 * row["required"] / row["usable"] for row in rows), "{:.1f} %")
             yield f"| {verdict} | {len(rows)} | {ran} | {len(rows) - ran} | {shares} |"
-    yield from coverage(report["cases"])
+    yield from coverage([row for row in report["cases"] if "range" in row])
     made = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"\nCommits {', '.join(sorted({str(row['commit'])[:12] for row in report['cases']}))}; {made}."
 
@@ -241,6 +241,8 @@ def table(report: dict[str, Any]) -> Iterator[str]:
 def coverage(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield how many runs lie in their range, and how wide it is. One that ran out of memory needs more than the card
     has: that lies in its range if the high end does not fit."""
+    if not rows:
+        return
     ran = [row for row in rows if row["ran"]]
     inside = [row["range"]["low"] <= took(row) <= row["range"]["high"] for row in ran]
     beyond = [row["range"]["high"] > row["usable"] for row in rows if not row["ran"]]

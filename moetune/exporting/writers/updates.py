@@ -203,4 +203,5 @@ def write_updates(
         for key, start, rows in new_rows(update, mapping, base):
             places[key].write(rows, start)
             changed.add(key)
+            del rows  # before the next update's are computed
     return changed

@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import base_folder, open_run
+from moetune.exporting.memory import predict_merged
 from moetune.exporting.writers.merged import complete_config
 from moetune.inference.check import check_export
+from moetune.memory.trace.tracker import Tracker
 from moetune.tensor_files import read_headers
 from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
 from tests.reference import small_linears_are_quantized, token_ids
@@ -25,6 +27,7 @@ from tests.thinned import in_pairs
 from tests.toys import expert_model_types, toy_config
 
 TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
+LARGE = {"hidden_size": 256, "intermediate_size": 1024}
 TOLERANCE = 1e-5
 EXPERT = {
     "mixtral": "model.layers.1.block_sparse_moe.experts.5.",
@@ -74,6 +77,15 @@ def test_what_did_not_train_is_equal_bit_for_bit(model_type: str, base: Callable
     for name in trained_experts:
         moved = (before[name] != after[name]).flatten(1).any(1)
         assert moved.tolist() == [expert in (0, 5) for expert in range(8)]
+
+
+def test_the_host_holds_what_is_predicted(tmp_path: Path) -> None:
+    """Four times an expert's matrix, and not another from the update before."""
+    run = write_run(tmp_path / "run", write_base(tmp_path / "base", "mixtral", **LARGE), ADAPT["lora"])
+    predicted = predict_merged(open_run(run.path)).fullest.peak_allocated
+    with Tracker({}) as tracker:
+        merge(run, tmp_path / "merged")
+    assert tracker.peak_bytes == pytest.approx(predicted, rel=0.1)
 
 
 def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) -> None:
