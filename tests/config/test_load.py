@@ -69,7 +69,7 @@ sheduler: cosine
         "train.report_to: 5 is not a list; write [5]",
         "data: 5 is not a section; write keys under it. Keys: train, eval, split, format, packing, "
         "chat_template, template, too_long, validation",
-        "hardware: None is not a section; write keys under it. Keys: gpu, host_memory, count, without_kernels",
+        "hardware: None is not a section; write keys under it. Keys: gpu, gpus, host_memory, count, without_kernels",
         "sheduler: unknown key. Known keys: model, adapt, optimizer, train, data, parallel, hardware, output.",
     ]
     assert sorted(line.strip() for line in lines) == sorted(expected)

@@ -87,6 +87,8 @@ RAW = {
     "training/data/load.py": "what a tokenizer writes of itself",
     "files.py": "a lock of another process",
     "training/trl.py": "what the program writes of itself",
+    "compat/transformers.py": "what transformers has just written",
+    "inference/rollouts.py": "what a server answers",
 }
 """Who parses by themselves."""
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moetune.cli.quantize import quantize
+from moetune.adapt.weights.quantize import quantize
 from moetune.config.schema import RunConfig
 from moetune.experts.context import read_received
 from moetune.parallel.ranks import Ranks

@@ -307,7 +307,7 @@ def test_stages_are_cut_where_the_fullest_rank_needs_least(
     ]
     shares = {tuple(cut): fullest(run.cut_into(cut)) for cut in cuts}
     chosen = predictor.resolve(config).stages
-    assert shares[chosen] == min(shares.values())
+    assert shares[chosen] <= min(shares.values()) * 1.001
     assert chosen != run.stages  # the even cut
 
 

@@ -284,5 +284,6 @@ def test_the_command_takes_a_name(tmp_path: Path, moetune: Run, monkeypatch: pyt
     monkeypatch.setattr("moetune.models.source.download", lambda hub_id: cached)
     settings = find_model_source("tiny-mixtral").config
     monkeypatch.setattr("moetune.models.source.AutoConfig.from_pretrained", lambda *a, **k: settings)
+    monkeypatch.setattr("moetune.models.source.snapshot_download", lambda *a, **k: str(cached))
     assert moetune("quantize", "owner/tiny", "--out", tmp_path / "hub").code == 0
     assert read_quantized_manifest(tmp_path / "hub") == read_quantized_manifest(tmp_path / "named")
