@@ -19,6 +19,7 @@ from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.hub.key_mapping import key_mappings
+from moetune.planning.predict import predict
 from tests.memory.trace.test_loading import load
 from tests.published import write_floats, write_int4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
@@ -209,3 +210,9 @@ def test_it_rounds_to_the_nearest(storage: Any) -> None:
     steps = scales[:, torch.arange(100) // group]
     assert ((found - weight).abs() <= steps * 0.55).all()
     assert not found[5].any()
+
+
+@pytest.mark.parametrize(("kind", "is_said"), [("tensor", True), ("awq", False)])
+def test_a_prediction_says_that_activations_are_not_quantized(kind: str, is_said: bool, tmp_path: Path) -> None:
+    report = predict(run_config(KINDS[kind][1](tmp_path), {"router": "all"}, train={"sequence_length": 64}))
+    assert any(line.startswith("activations are not quantized") for line in report.assumptions) == is_said
