@@ -212,7 +212,7 @@ def test_it_rounds_to_the_nearest(storage: Any) -> None:
     assert not found[5].any()
 
 
-@pytest.mark.parametrize(("kind", "is_said"), [("tensor", True), ("awq", False)])
+@pytest.mark.parametrize(("kind", "is_said"), [("tensor", True), pytest.param("awq", False, marks=pytest.mark.full)])
 def test_a_prediction_says_that_activations_are_not_quantized(kind: str, is_said: bool, tmp_path: Path) -> None:
     report = predict(run_config(KINDS[kind][1](tmp_path), {"router": "all"}, train={"sequence_length": 64}))
     assert any(line.startswith("activations are not quantized") for line in report.assumptions) == is_said
