@@ -64,7 +64,8 @@ def main(folder: Path, out: Path) -> None:
                     (out / f"{asked}.json").write_text(json.dumps(answer))
                 del server
             except Exception as error:
-                (out / f"{name}.txt").write_text(f"{type(error).__name__}: {error}")
+                for asked in (name, *(case["name"] for case in beside)):
+                    (out / f"{asked}.txt").write_text(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

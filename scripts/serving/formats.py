@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from moetune.exporting.formats.merged import complete_config
-from moetune.exporting.formats.rounded import _open_exactly
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetune.exporting.export import export
+from moetune.exporting.writers.merged import complete_config
+from moetune.exporting.writers.rounded import _open_exactly
 from tests.exporting.runs import write_base, write_run
 from tests.published import write_int4
 
