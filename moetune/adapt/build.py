@@ -20,6 +20,7 @@ from moetune.adapt.layers.norms import fuse_norms
 from moetune.adapt.layers.rotary import fuse_rotary
 from moetune.adapt.layers.routers import fuse_routers
 from moetune.adapt.lora import add_lora
+from moetune.adapt.merged import round_linears
 from moetune.adapt.packages import leave_out_broken_packages
 from moetune.adapt.scans import recompute_scans
 from moetune.adapt.validate import refuse_misplaced, refuse_unquantized
@@ -34,6 +35,7 @@ from moetune.experts.bank import ExpertLora
 from moetune.experts.context import ExpertContext
 from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
+from moetune.formats.checkpoint import open_checkpoint
 from moetune.kernels.registry import use_kernels
 from moetune.models.hub.fingerprint import Base
 from moetune.models.moe import MoeLayer
@@ -199,6 +201,9 @@ def build(
         with nullcontext() if on_meta else with_every_layer(model):
             # PEFT freezes all parameters except its own factors
             add_lora(model, lora_ranks, of.selection.lora, of.structure.linears(), on_meta=on_meta)
+    if run.rounding is not None:
+        folder = whole.model.source.weights() if is_checkpoint else None
+        round_linears(model, whole, run, None if folder is None else open_checkpoint(folder))
     for parameter in trained:
         parameter.requires_grad_()
     if config.train.neftune_alpha:
@@ -234,7 +239,9 @@ def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseW
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
         dispatcher = TokenDispatcher(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
     prefetcher = ExpertPrefetcher(device) if run.config.model.experts_on == "host" else None
-    return ExpertContext(run.expert_memory, run.keeps_rows, run.model.gate_up_apart, prefetcher, dispatcher, dense)
+    rounding = run.rounding
+    split = run.model.gate_up_apart or (rounding is not None and not rounding.keep)
+    return ExpertContext(run.expert_memory, run.keeps_rows, split, rounding, prefetcher, dispatcher, dense)
 
 
 def build_noting(

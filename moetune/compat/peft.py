@@ -54,6 +54,21 @@ def _forward(layer: Any, at_once: AtOnce, x: Tensor) -> Tensor:
     return out
 
 
+Merged = Callable[[nn.Module, Tensor, Tensor, Tensor, float], Tensor]
+"""Function of (base layer, input, A, B, scale) that returns the output of a layer with the weight W + scale·B·A."""
+
+
+def merge_in_forward(layer: Any, merged: Merged) -> None:
+    """Make a PEFT linear layer with the adapter "default" run `merged` as its forward, with the weights of its factors;
+    the scale is 0 while adapters are disabled."""
+    layer.forward = partial(_forward_merged, layer, merged)
+
+
+def _forward_merged(layer: Any, merged: Merged, x: Tensor) -> Tensor:
+    A, B = (factors["default"].weight for factors in (layer.lora_A, layer.lora_B))
+    return merged(layer.base_layer, x, A, B, 0.0 if layer.disable_adapters else layer.scaling["default"])
+
+
 class ScaledFactor(nn.Linear):
     """A factor A that returns scale · A, in float32, to be multiplied with B instead of with an input."""
 

@@ -22,6 +22,7 @@ from moetune.experts.mlp import expert_mlp
 from moetune.experts.permutation import Permutation
 from moetune.experts.projection import FullProjection, LowRank, Projection
 from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.rounding import Rounding
 from moetune.kernels.grouped import is_in_triton, reads_ends
 from moetune.kernels.routing import sorted_positions
 from moetune.models.moe import ExpertShape
@@ -161,12 +162,10 @@ class ExpertLora(nn.Module):
         """
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
-        settings = self.scale, joined
+        gate_up, down = ((self.scale, self.rows_of_parts[name], joined) for name in ("gate_up", "down"))
         return (
-            LowRank(
-                self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, *settings, "A" if self.shared else None
-            ),
-            LowRank(self.down_A, self.down_B, slots, False, *settings, "B" if self.shared else None),
+            LowRank(self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, *gate_up, "A" if self.shared else None),
+            LowRank(self.down_A, self.down_B, slots, False, *down, "B" if self.shared else None),
         )
 
     def stored_name(self, factor: str, expert: int) -> str:
@@ -280,7 +279,11 @@ class ExpertBank(nn.Module):
         elif is_bias:
             getattr(self, name)[self.frozen_slots[expert]].copy_(tensor)
         else:
-            getattr(self, projection).quantize_(self.frozen_slots[expert], tensor)
+            slot, rounding = self.frozen_slots[expert], self._rounding(tensor.shape[1])
+            if rounding is not None and not rounding.keep and self.kinds[slot] == "frozen":
+                pieces = 1 if name == "down" else self.gate_up.pieces
+                tensor = rounding.rounded([tensor.float()], 1, torch.float32, pieces=pieces)[0]
+            getattr(self, projection).quantize_(slot, tensor)
 
     @torch.no_grad()
     def put_quantized_(self, expert: int, name: ExpertTensor, *pieces: Mapping[str, Tensor]) -> None:
@@ -351,12 +354,24 @@ class ExpertBank(nn.Module):
             gate_up_lora, down_lora = self.lora.of(
                 experts, joined=capability is not None and is_in_triton(capability, dtype)
             )
-        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[which]
-        down_bias = None if self.down_bias is None else self.down_bias[which]
+
+        def projection(stack: QuantizedExperts, bias: Tensor | None, lora: LowRank | None) -> Projection:
+            of_group = None if bias is None else bias[which]
+            rounding = self._rounding(stack.shape[1]) if kind == "lora" else None
+            if rounding is None:
+                return Projection(partial(stack.matrices, which, dtype), of_group, (), lora)
+            weights = partial(stack.merged, which, dtype, rounding, None if lora is None else lora.merge_)
+            return Projection(weights, of_group, (), None if lora is None else replace(lora, is_merged=True))
+
         return (
-            Projection(partial(self.gate_up.matrices, which, dtype), gate_up_bias, (), gate_up_lora),
-            Projection(partial(self.down.matrices, which, dtype), down_bias, (), down_lora),
+            projection(self.gate_up, self.gate_up_bias, gate_up_lora),
+            projection(self.down, self.down_bias, down_lora),
         )
+
+    def _rounding(self, columns: int) -> Rounding | None:
+        """Return how matrices with so many columns are rounded under `train.merge_into`; None if they are not."""
+        rounding = self.context.rounding
+        return rounding if rounding is not None and rounding.is_of(columns) else None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply each token's experts: return the sums [T, H] of their outputs times the routing weights [T, K].

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
+from moetune.formats.rounding import Rounding
 
 Kind = Literal["trained", "lora", "frozen"]
 """How an expert trains; experts of different kinds are never computed together."""
@@ -171,6 +172,7 @@ class ExpertContext:
         split_gate_up: quantize gate and up separately, as checkpoints that store them as separate tensors do.
         prefetcher: copies quantized experts from host memory to the device; None if they are stored on the device.
         dispatcher: sends tokens to other ranks; None if this rank stores all experts.
+        rounding: how experts' weights are rounded under `train.merge_into`; None without it.
         dense: routing weights of experts that were not chosen, under `train.dense_router_gradient`; None without it.
         capability: CUDA compute capability of the GPU; None for a CPU.
         hooks: callbacks of the experts.
@@ -179,6 +181,7 @@ class ExpertContext:
     expert_memory: int = 0
     keep_rows: Collection[int] = ()
     split_gate_up: bool = False
+    rounding: Rounding | None = None
     prefetcher: ExpertPrefetcher | None = None
     dispatcher: Dispatcher | None = None
     dense: DenseWeights | None = None

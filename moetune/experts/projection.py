@@ -92,8 +92,10 @@ class LowRank:
         slots: slice of the group's C experts in the first dimension of `A_all` and `B_all`.
         is_interleaved: columns of the two parts alternate in the output.
         scale: alpha / rank.
+        parts: the output features of each part.
         is_joined: whether, in groups of several experts, one kernel computes the product with W and adds these terms
             (`join`).
+        is_merged: whether the projection's weights contain B·A already: then only the gradients are computed here.
         shared: the factor, "A" or "B", of which the layer has one for all experts (n is 1): it is read in place for
             each expert, and its gradient is one product over all rows.
         xA: [N, P, r], input rows times Aᵀ; None until forward.
@@ -105,8 +107,10 @@ class LowRank:
     slots: slice
     is_interleaved: bool
     scale: float
+    parts: tuple[slice, ...]
     is_joined: bool = False
     shared: Literal["A", "B"] | None = None
+    is_merged: bool = False
     xA: Tensor | None = None
     dB: Tensor | None = None
 
@@ -126,6 +130,11 @@ class LowRank:
     def _own(self, of_all: Tensor) -> Tensor:
         """Return the part of the group's experts in a tensor of all n experts: a view, or the tensor itself."""
         return of_all if self.slots.stop - self.slots.start == of_all.shape[0] else of_all[self.slots]
+
+    def merge_(self, index: int, weight: Tensor) -> None:
+        """Add scale · B·A of one expert of the group, given its index in it, to its float32 weight [out, in]."""
+        for part, A, B in zip(self.parts, self.A[index].float(), self.B[index].float(), strict=True):
+            weight[part].addmm_(B, A, alpha=self.scale)  # as an export merges, so that both round the same
 
     def add(self, base: Tensor, out: Tensor, rows: Tensor, gemm: GroupedGemm, *, backward: bool) -> None:
         """Write `base` plus the low-rank terms of the rows to `out`, and keep the product with r columns.
@@ -198,7 +207,8 @@ class Projection:
     """The projection out = W·x + b + scale·B·(A·x) of each of C experts.
 
     Attributes:
-        weights: returns all W [C, out, in] in the compute dtype, dequantized or cast again on each call.
+        weights: returns all W [C, out, in] in the compute dtype, dequantized or cast again on each call; with
+            `LowRank.is_merged`, W + scale·B·A rounded.
         bias: [C, out], or None.
         trained: the weight and bias modules of the C experts if they train in full, else empty.
         low_rank: LoRA factors, or None.
@@ -242,7 +252,8 @@ class Projection:
 
     def _joins(self, gemm: GroupedGemm) -> bool:
         """Return whether one kernel computes the product with W and adds the low-rank terms; never for one expert."""
-        return self.low_rank is not None and self.low_rank.is_joined and gemm.ends is not None
+        low_rank = self.low_rank
+        return low_rank is not None and low_rank.is_joined and not low_rank.is_merged and gemm.ends is not None
 
     def _joined(
         self, rows: Tensor, matrices: Tensor, gemm: GroupedGemm, into: Tensor | None, *, backward: bool
@@ -257,7 +268,7 @@ class Projection:
         self, base: Tensor, rows: Tensor, gemm: GroupedGemm, into: Tensor | None, *, backward: bool
     ) -> Tensor:
         """Add the low-rank terms, if any, to the product `base` of the rows with W; return `into` or else `base`."""
-        if self.low_rank is None:
+        if self.low_rank is None or self.low_rank.is_merged:
             return base if into is None else into.copy_(base)
         into = base if into is None else into
         self.low_rank.add(base, into, rows, gemm, backward=backward)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moetune.compat.torch import HostModule
 from moetune.config.schema import Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
+from moetune.formats.rounding import Rounding
 from moetune.formats.table import format_of
 
 
@@ -107,6 +108,32 @@ class QuantizedExperts(HostModule):
         Each is bit for bit as `matrix` returns it. The result is a new tensor, or a view of the buffer if the storage
         is unquantized and has that dtype.
         """
+        return self.format.dequantize(self._rows(which), self._piece, dtype).view(-1, *self.shape)
+
+    def merged(
+        self, which: slice, dtype: torch.dtype, rounding: Rounding, merge_: Callable[[int, Tensor], object] | None
+    ) -> Tensor:
+        """Return the matrices of the slice `which` with what `merge_` adds, rounded, in `dtype`: [n, R, C].
+
+        One matrix at a time is in float32. `merge_(index, weight)` adds to it in place; `index` is that in the slice.
+        """
+        stored = self._rows(which)
+
+        def exact(index: int) -> Tensor:
+            rows = slice(index * self.pieces, (index + 1) * self.pieces)
+            of_one = {name: buffer if name in self._tables else buffer[rows] for name, buffer in stored.items()}
+            weight = self.format.dequantize(of_one, self._piece, torch.float32).view(self.shape)
+            if self.format.dtype == torch.float32:  # a view of the buffer
+                weight = weight.clone()
+            if merge_ is not None:
+                merge_(index, weight)
+            return weight
+
+        count = which.stop - which.start
+        return rounding.rounded(map(exact, range(count)), count, dtype, pieces=self.pieces, stored=stored)
+
+    def _rows(self, which: slice) -> Mapping[str, Tensor]:
+        """Return the rows of the buffers that hold the matrices of a slice, and the tables."""
         buffers: Mapping[str, Any] = self._buffers if self.prefetcher is None else self.prefetcher.bring(self)
         # views of buffers take as long as a launch: they are made once, until the buffers are others
         data, stored = self._views.get((which.start, which.stop), (None, {}))
@@ -115,7 +142,7 @@ class QuantizedExperts(HostModule):
             stored = {name: buffer if name in self._tables else buffer[rows] for name, buffer in buffers.items()}
             if self.prefetcher is None:
                 self._views[which.start, which.stop] = buffers["data"], stored
-        return self.format.dequantize(stored, self._piece, dtype).view(-1, *self.shape)
+        return stored
 
     def extra_repr(self) -> str:
         return f"{self.count} × {list(self.shape)}, {self.format.label}{', on the host' if self.on_host else ''}"

@@ -100,7 +100,7 @@ def export(
             written, survival = write_rounded(run, folder, into)
         if template is not None and format != "delta":
             (folder / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
-    notes = (*run.notes, *written.notes, *_end_warnings(run))
+    notes = (*run.notes, *written.notes, *_end_warnings(run), *_rounding_warnings(run, into))
     return ExportResult(format, str(out), run.step, written.tensors, written.bytes, notes, into, survival)
 
 
@@ -112,6 +112,16 @@ def _chat_template(run: FinishedRun) -> str | None:
     if data.chat_template is not None:
         return with_arguments(chat_template(data.chat_template), data.template)
     return with_arguments(tokenizer_of(source.name, source.folder).get_chat_template(), data.template)
+
+
+def _rounding_warnings(run: FinishedRun, into: Into | None) -> Iterator[str]:
+    """Yield a warning if the run was trained with weights rounded otherwise than in this export."""
+    trained_for = run.config.train.merge_into
+    if trained_for not in (None, into):
+        yield (
+            f"warning: it was trained to be merged into {trained_for} (train.merge_into), and computes otherwise in "
+            f"this export; --format merged --into {trained_for} writes what was trained"
+        )
 
 
 def _end_warnings(run: FinishedRun) -> Iterator[str]:

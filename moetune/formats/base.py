@@ -194,6 +194,12 @@ class Format(ABC):
         raise AssertionError(f"{self.name} is not exported")
 
 
+def largest_of(weight: Tensor) -> Tensor:
+    """Return the largest magnitude of a tensor in float32, without a copy of its size."""
+    low, high = weight.aminmax()
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
 def require(fits: bool, parts: Parts) -> None:
     """Raise `ValueError`, naming the dtypes and shapes of the parts, if `fits` is False."""
     if not fits:

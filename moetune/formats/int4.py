@@ -67,7 +67,7 @@ class Int4(Format):
                 row["order"].copy_(group_of(columns, self.group))
         groups = row["order"].long() if self.ordered else group_of(columns, self.group, weight.device).long()
         count, high = self.groups(columns), max(1, AT_ONCE // columns)
-        scales = row["scales"].view(torch.float16 if keep and row["is_half"] else torch.bfloat16)
+        half = row["is_half"].bool()  # not asked on the host, so that fake tensors take the same way
         for first in range(0, len(weight), high):
             part = weight[first : first + high].float()
             where = groups.expand_as(part)
@@ -76,20 +76,20 @@ class Int4(Format):
                 of_groups = values.new_zeros(len(values), count)
                 return of_groups.scatter_reduce(1, where, values, which, include_self=which == "amax")
 
-            scale = (extreme(part.abs(), "amax") / (LARGEST / 2)).to(scales.dtype)
+            scale = _values(_bits(extreme(part.abs(), "amax") / (LARGEST / 2), half), half)
             scale = scale.where(scale != 0, _EPS)
-            zero = torch.full_like(scale, ZERO, dtype=torch.float32)
-            stored, of_zeros = scales[first : first + high], row["zeros"][first : first + high]
+            zero = torch.full_like(scale, ZERO)
+            stored, of_zeros = row["scales"][first : first + high], row["zeros"][first : first + high]
             if keep:
-                before = unpacked(of_zeros, count).float()
-                scaled = part / stored.float()[:, groups] + before[:, groups]
+                before, scale_before = unpacked(of_zeros, count).float(), _values(stored, half)
+                scaled = part / scale_before[:, groups] + before[:, groups]
                 fits = (extreme(scaled, "amin") >= -0.5) & (extreme(scaled, "amax") <= LARGEST + 0.5)
-                scale, zero = stored.where(fits, scale), before.where(fits, zero)
-            codes = (part / scale.float()[:, groups]).add_(zero[:, groups]).round_().clamp_(0, LARGEST)
+                scale, zero = scale_before.where(fits, scale), before.where(fits, zero)
+            codes = (part / scale[:, groups]).add_(zero[:, groups]).round_().clamp_(0, LARGEST)
             # padding is 0, as compressed-tensors and gptqmodel have it
             codes = pad(codes.to(torch.uint8), (0, -columns % 8))
             row["data"][first : first + high].copy_(packed(codes))
-            stored.copy_(scale)
+            stored.copy_(_bits(scale, half))
             of_zeros.copy_(packed(zero.to(torch.uint8)))
 
     def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -127,6 +127,16 @@ class Int4(Format):
             "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
             "config_groups": {"group_0": group}, "ignore": others,
         }  # fmt: skip
+
+
+def _bits(scales: Tensor, half: Tensor) -> Tensor:
+    """Return the bits of scales, rounded to float16 where `half` is True and else to bfloat16, as int16."""
+    return torch.where(half, scales.half().view(torch.int16), scales.bfloat16().view(torch.int16))
+
+
+def _values(bits: Tensor, half: Tensor) -> Tensor:
+    """Return in float32 the scales that have these bits."""
+    return torch.where(half, bits.view(torch.float16), bits.view(torch.bfloat16)).float()
 
 
 # --- Settings of checkpoints ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, refuse_zeros, require
+from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, largest_of, refuse_zeros, require
 from moetune.formats.e2m1 import E2M1, LEVELS, e2m1_codes
 from moetune.formats.source_quantization import Settings, SourceQuantization, left_out, scheme_of
 from moetune.kernels import AT_ONCE
@@ -40,12 +40,6 @@ def dequantize_nvfp4(data: Tensor, scales: Tensor, fractions: Tensor, columns: i
             weights *= (of_rows.view(torch.float8_e4m3fn).float() * over / under)[..., None]
             rows.copy_(weights.flatten(1)[:, :columns])
     return out
-
-
-def _largest(weight: Tensor) -> Tensor:
-    """Return the largest magnitude of a tensor in float32, without a copy of its size."""
-    low, high = weight.aminmax()
-    return torch.maximum(low.abs(), high.abs()).float()
 
 
 class StoredNvfp4(Quantized):
@@ -124,13 +118,13 @@ class Nvfp4(Format):
         largest magnitude to 6. With `keep` it stays as well, if all weights fit.
         """
         data, scales, fraction = row["data"], row["scales"], row["fractions"]
-        if keep:
-            keep = bool(weight.abs().max() <= LARGEST * E2M1[-1] * fraction[0] / fraction[1] * SLACK)
         rows, columns = weight.shape
-        if not keep:
-            largest = _largest(weight) if largest is None else largest
-            fraction[0] = 1
-            fraction[1] = torch.where(largest > 0, LARGEST * E2M1[-1] / largest, 1)
+        largest = largest_of(weight) if largest is None else largest
+        new = torch.stack([torch.ones_like(largest), torch.where(largest > 0, LARGEST * E2M1[-1] / largest, 1)])
+        if keep:  # without asking the device, so that fake tensors take the same way
+            stays = largest <= LARGEST * E2M1[-1] * fraction[0] / fraction[1] * SLACK
+            new = torch.where(stays, fraction, new)
+        fraction.copy_(new)
         over, under = fraction
         high = max(1, AT_ONCE // columns)
         for first in range(0, rows, high):
@@ -138,7 +132,7 @@ class Nvfp4(Format):
             wanted = under * (blocks.abs().amax(-1) / E2M1[-1]) / over
             rounded = wanted.clamp_(_SMALLEST_FP8, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
             if keep:  # as integers, positive scales are in the same order
-                rounded = torch.maximum(rounded, scales[first : first + high])
+                rounded = torch.maximum(rounded, scales[first : first + high] * stays)
             scales[first : first + high].copy_(rounded)
             of_blocks = rounded.view(torch.float8_e4m3fn).float() * over / under
             data[first : first + high].copy_(e2m1_codes(blocks / of_blocks[..., None]).flatten(1))

@@ -25,6 +25,7 @@ from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
 from moetune.run.folder_files import read_expert_load
 from moetune.run.keeps import kept_by_layer
 from moetune.run.linears import read_directly
+from moetune.run.merge_into import merge_problems
 from moetune.run.names import parts_by_name
 from moetune.run.placement import balance_experts
 from moetune.run.resolved import ResolvedModel, ResolvedRun, raise_problems
@@ -91,6 +92,8 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     if not wrong:
         problems += validation.unmatched_optimizers(result)
     problems += validation.problems_of(result)
+    if result.rounding is not None and not wrong:
+        problems += merge_problems(result)
     parallel = config.parallel
     if parallel.ep > 1 and not [*validation.indivisible_sizes(result)]:
         try:

@@ -15,6 +15,7 @@ from moetune.config.memory_size import parse_size
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
 from moetune.config.schema import OptimizerConfig, Part, Storage, TrainConfig
 from moetune.errors import UserError
+from moetune.formats.rounding import Rounding, rounding_into
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
 from moetune.models.source import ModelSource
@@ -135,6 +136,12 @@ class ResolvedRun:
     def keeps_rows(self) -> frozenset[int]:
         """Indices of the layers that keep the outputs of gate_up for backward."""
         return frozenset(layer for layer, kept in self.keeps.items() if "rows" in kept)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How merged weights are rounded in forward (`train.merge_into`); None without it."""
+        into = self.config.train.merge_into
+        return None if into is None else rounding_into(into, self.model.source.quantization.base)
 
     @cached_property
     def quantized_linears(self) -> Mapping[str, Storage]:

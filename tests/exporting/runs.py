@@ -72,11 +72,17 @@ def draw_biases_and_routers_(model: nn.Module) -> None:
 
 
 def write_run(
-    path: Path, base: Path, adapt: dict[str, Any], *, steps: tuple[int, ...] = (7,), storage: Any = "fp32"
+    path: Path,
+    base: Path,
+    adapt: dict[str, Any],
+    *,
+    steps: tuple[int, ...] = (7,),
+    storage: Any = "fp32",
+    **train: Any,
 ) -> ToyRun:
     """A run whose every trained tensor has moved, its checkpoints written through the project's own run folder."""
     settings = {"weights": "pretrained", "base": storage, "dtype": "fp32"}
-    config = run_config(base, adapt, model=settings, output=str(path))
+    config = run_config(base, adapt, model=settings, train=train or {}, output=str(path))
     adapted = build(config, "cpu")
     adapted.model.eval()
     folder = RunWriter(path)

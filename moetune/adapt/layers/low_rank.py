@@ -18,6 +18,7 @@ from moetune.compat.bitsandbytes import Linear4bit
 from moetune.compat.torch import apply_function
 from moetune.experts.quantized import QuantizedLinear
 from moetune.formats.nf4 import dequantize_nf4
+from moetune.formats.rounding import Rounding
 from moetune.kernels import operators as kernels
 
 FEW_ROWS = 1536
@@ -96,6 +97,55 @@ class _AdaptedLinear(torch.autograd.Function):
         gradients = [gradient.view(1, 1, *gradient.shape) for gradient in (dA_rp, dB_qr)]
         kernels.low_rank_gradients_(dout_B_Nr, x_Np, xA_Nr, dout_Nq, *gradients, None, None, *rows, ctx.scale)
         return None, None if dx_Np is None else dx_Np.view(x.shape), dA_rp, dB_qr, None
+
+
+def merged(
+    base: Any, x: Tensor, A_rp: Tensor, B_qr: Tensor, scale: float, rounding: Rounding, of_base: float | None
+) -> Tensor:
+    """Return the output [..., q] of a linear layer with the weight W + scale·B·A, rounded as an export merges it.
+
+    The weight is rounded again in backward. Gradients flow to A and B as if it were not rounded, and to x through the
+    rounded weight. `of_base` is as in `Rounding.largest`.
+    """
+
+    def merge_(_: int, weight: Tensor) -> Tensor:
+        return weight.add_(scale * B_qr.float() @ A_rp.float())
+
+    def plain(_: int) -> Tensor:
+        return merge_(0, base.weight.to(torch.float32, copy=True))
+
+    def weight(dtype: torch.dtype) -> Tensor:
+        with torch.no_grad():
+            if isinstance(base, QuantizedLinear):
+                return base.stack.merged(slice(0, 1), dtype, rounding, merge_)[0]
+            return rounding.rounded(map(plain, range(1)), 1, dtype, of_base=of_base)[0]
+
+    return apply_function(_MergedLinear, base.bias, x, A_rp, B_qr, scale, weight)
+
+
+class _MergedLinear(torch.autograd.Function):
+    """The product with a weight that `weight(dtype)` returns, and which contains scale·B·A."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Any, x: Tensor, A_rp: Tensor, B_qr: Tensor, scale: float, weight: Any) -> Tensor:
+        ctx.weight, ctx.factors, ctx.scale = weight, (A_rp, B_qr), scale
+        ctx.save_for_backward(x)
+        return nn.functional.linear(x, weight(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), (A_rp, B_qr) = ctx.saved_tensors, ctx.factors
+        x_Np, dout_Nq = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
+        dx = (dout_Nq @ ctx.weight(dout.dtype)).view(x.shape) if ctx.needs_input_grad[1] else None
+        rows: Any = None, [x_Np.shape[0]]
+        xA_Nr = kernels.low_rank(x_Np, _alone(A_rp)[0], None, None, None, *rows, 1.0)
+        dB_Nr = kernels.low_rank(dout_Nq, _alone(B_qr)[1], None, None, None, *rows, 1.0)
+        dA_rp, dB_qr = torch.empty_like(A_rp), torch.empty_like(B_qr)
+        kernels.low_rank_gradients_(
+            dB_Nr, x_Np, xA_Nr, dout_Nq, dA_rp[None, None], dB_qr[None, None], None, None, *rows, ctx.scale
+        )
+        return dout_Nq.sum(0) if ctx.needs_input_grad[0] else None, dx, dA_rp, dB_qr, None, None
 
 
 def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:

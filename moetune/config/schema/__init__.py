@@ -9,6 +9,7 @@ from moetune.config.schema.model import (
     BASE_PARTS,
     BaseConfig,
     BasePart,
+    Into,
     ModelConfig,
     QuantizedDtype,
     Storage,

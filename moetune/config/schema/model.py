@@ -13,6 +13,8 @@ Int4Name = Literal[
 ]
 QuantizedDtype = Literal["nf4", "int8", "fp8", "fp8-row", "fp8-tensor", "mxfp8", "nvfp4", "mxfp4", Int4Name]
 Storage = Literal[QuantizedDtype, "bf16", "fp32"]
+Into = Literal["fp8", "mxfp8", "nvfp4", "mxfp4", "int4"]
+"""A quantized format that a merged checkpoint is rounded to: `--into`, `train.merge_into`."""
 BasePart = Literal["experts", "attention", "dense_mlp", "shared_experts"]
 """A component whose frozen matrices are stored in `model.base`."""
 BASE_PARTS: tuple[BasePart, ...] = get_args(BasePart)

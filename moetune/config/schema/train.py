@@ -16,6 +16,7 @@ from moetune.config.fields import (
     Strength,
     Text,
 )
+from moetune.config.schema.model import Into
 from moetune.config.schema.section import WORD_OR_SECTION, Section
 
 
@@ -85,6 +86,7 @@ class TrainConfig(Section):
         router_bias_rate: step size of correction biases; 0 does not update them.
         loss_memory: memory of logits that the loss may hold at once; `none` for no limit, `auto` for what the backward
             pass of a layer takes, at least 256 MiB.
+        merge_into: the quantized format in whose rounding merged weights are computed with; None for no rounding.
         expert_memory: memory of dequantized experts that are computed together; `0` for one expert at a time.
         neftune_alpha: strength of noise on embeddings (NEFTune, arXiv 2310.05914); 0 for none.
         report_to: names of accelerate's trackers.
@@ -117,6 +119,7 @@ class TrainConfig(Section):
     dense_router_gradient: bool = False
     router_bias_rate: Strength = 0.0
     loss_memory: LossMemory = "auto"
+    merge_into: Into | None = None
     expert_memory: ExpertMemory = "auto"
     neftune_alpha: Strength = 0.0
     report_to: Annotated[

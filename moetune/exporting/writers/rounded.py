@@ -7,36 +7,26 @@ Shapes: a matrix is [out, in].
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moetune.config.schema import Storage
-from moetune.errors import UserError
+from moetune.config.schema import Into
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.writers.merged import complete_config, copy_rows, create_files, write_config
 from moetune.exporting.writers.updates import new_rows, placed, updates
-from moetune.formats.base import Format, Quantized
+from moetune.formats.base import Quantized, largest_of
 from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.rounding import Rounding, joined_name, rounding_into
 from moetune.formats.table import FORMATS
 from moetune.models.hub.fingerprint import take_fingerprint
-from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.hub.snapshot import copy_small_file, small_files
-from moetune.models.selection import NOTHING
-from moetune.run.linears import linears_to_quantize
-from moetune.run.names import stacks
-from moetune.run.resolved import ResolvedModel
+from moetune.run.merge_into import keys_to_round
 from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, Stored
-
-Into = Literal["fp8", "mxfp8", "nvfp4", "mxfp4", "int4"]
-"""A quantized format to export in: `--into`."""
-_INT4: Storage = "int4-g32"
-"""The format that `int4` stands for, unless the base is published in another kind of it."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +57,12 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
             for a trained parameter; or checkpoints of the model type have no layout in this format.
     """
     folder, model = base_folder(run), run.adapted.run.model
-    published = model.source.quantization.base
-    is_kind = isinstance(published, str) and published.split("-")[0] == into
-    format = FORMATS[published if isinstance(published, str) and is_kind else _INT4 if into == "int4" else into]
     base = _open_exactly(folder)
+    rounding = rounding_into(into, model.source.quantization.base, base.values())
+    is_published = rounding.keep
     targets = placed(model, updates(run), base)
-    own = [tensor for tensor in base.values() if isinstance(tensor, format.layouts)]
-    is_published = bool(own) and all(isinstance(tensor, Quantized) and tensor.is_in(format) for tensor in own)
-    chosen = set[str]() if is_published else _to_round(model, base, format)
+    largest: dict[str, Tensor] = {}
+    chosen = set[str]() if is_published else keys_to_round(model, base, rounding.format)
     for file in small_files(folder):
         copy_small_file(file, folder, out)
     if is_published:
@@ -83,7 +71,7 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
         fingerprint = take_fingerprint(folder, copy_to=out)
     else:
         fingerprint = take_fingerprint(folder)
-        _write_base(base, chosen, folder, out, format)
+        largest = _write_base(base, chosen, folder, out, rounding)
     of_base = confirmed_base(run, folder, fingerprint)
     places = _open_exactly(out)
     sums: dict[int | None, Tensor] = {}
@@ -91,14 +79,21 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
     for update, mapping in targets:
         number = re.search(r"\.(\d+)\.", update.parameter)
         layer = None if number is None else int(number[1])
-        for key, start, rows in new_rows(update, mapping, base, into=places):
+        new: Iterable[tuple[str, int, Tensor]] = new_rows(update, mapping, base, into=places)
+        of_expert: dict[str, Tensor] = {}
+        if update.expert is not None:
+            new = [*new]  # its gate and up, which have one scale
+            of_expert = _largest((key, rows) for key, _, rows in new)
+        for key, start, rows in new:
             changed.add(key)
             if not isinstance(place := places[key], Quantized):
                 place.write(rows, start)
                 continue
             stop = start + len(rows)
             before = place.rows(start, stop)
-            _write(place, rows.float(), start, keep=is_published)
+            of_joined, weight = largest.get(joined_name(key)), rows.float()
+            allowed = of_expert[joined_name(key)] if of_expert else rounding.largest(weight, of_joined)
+            _write(place, weight, start, None if is_published else allowed, keep=is_published)
             rounded = place.rows(start, stop) - before
             of_matrix = _sums(rows.float() - base[key].rows(start, stop).float(), rounded)
             sums[layer] = sums[layer] + of_matrix if layer in sums else of_matrix
@@ -133,37 +128,13 @@ def _open_exactly(folder: Path) -> dict[str, Stored]:
     }
 
 
-def _to_round(model: ResolvedModel, base: Mapping[str, Stored], format: Format) -> set[str]:
-    """Return the names of the tensors to round, of a base that is published in another format.
-
-    Raises `UserError` if the base stores experts in another way (one by one, or stacked) than checkpoints in the format
-    do, so that no program would read the result.
-    """
-    mappings, structure, is_stacked = key_mappings(model.plain, base), model.structure, format.layouts[0].STACKS
-    experts: set[str] = set()
-    for layer in structure.moe_layers:
-        for stack in stacks(layer):
-            mapping = mappings[f"{layer.experts}.{stack}"]
-            if stack.endswith("bias"):
-                continue
-            apart = mapping.has_experts_apart and mapping.only_merges
-            of_gpt_oss = mapping.conversion is None and layer.shape.is_transposed
-            if not (of_gpt_oss if is_stacked else apart):
-                layout = "gpt-oss" if is_stacked else "models with a tensor for each expert"
-                raise UserError(
-                    f"--into {format.name}: of model type {structure.model_type!r} no checkpoints are published so, "
-                    f"only of {layout}; export without --into, or as an adapter"
-                )
-            experts |= {*mapping.every_key()}
-    paths = linears_to_quantize(model.plain, structure, NOTHING, model.config) if format.quantizes_linears else ()
-    linears = (mappings.get(f"{path}.weight") for path in paths)
-    keys = experts | {one.every_key()[0] for one in linears if one is not None and one.conversion is None}
-    return {key for key in keys if base[key].shape[1] % format.into_multiple == 0}
-
-
-def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out: Path, format: Format) -> None:
+def _write_base(
+    base: Mapping[str, Stored], chosen: set[str], folder: Path, out: Path, rounding: Rounding
+) -> dict[str, Tensor]:
     """Write the base to `out` with the tensors in `chosen` rounded, and all others in their dtype, or in bfloat16 if
-    they are quantized; also `config.json`, read from `folder`."""
+    they are quantized; also `config.json`, read from `folder`. Return what `_largest` does, of the tensors in
+    `chosen`."""
+    format = rounding.format
 
     def parts(name: str, tensor: Stored) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         if name in chosen:
@@ -177,23 +148,24 @@ def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out:
     others = [name for name, tensor in base.items() if name not in chosen and len(tensor.shape) == 2]
     write_config(folder, out, format.settings([name.removesuffix(".weight") for name in sorted(others)]))
     places = open_checkpoint(out)
-    largest: dict[str, Tensor] = {}
-    if format.joins_scales:  # matrices that inference joins have one global scale
-        for name in chosen:
-            weight = base[name].rows().abs().max().float()
-            largest[_joined(name)] = torch.maximum(largest.get(_joined(name), weight), weight)
+    largest = _largest((name, base[name].rows()) for name in chosen if format.joins_scales)
     copy_rows({name: tensor for name, tensor in base.items() if name not in chosen}, places)
     for name in chosen:
         tensor = base[name]
         step = 1 if format.layouts[0].STACKS else tensor.num_rows
         for start in range(0, tensor.num_rows, step):
             rows = tensor.rows(start, start + step).float()
-            _write(places[name], rows, start, largest.get(_joined(name)))
+            _write(places[name], rows, start, largest.get(joined_name(name)))
+    return largest
 
 
-def _joined(name: str) -> str:
-    """Return a tensor's name, changed to be equal for matrices which vLLM joins: gate and up; queries, keys, values."""
-    return re.sub(r"\b(gate|up)_proj\b|\bw[13]\b", "gate_up", re.sub(r"\b[qkv]_proj\b", "qkv", name))
+def _largest(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the largest magnitude of all weights whose names have one `joined_name`, by that name."""
+    largest: dict[str, Tensor] = {}
+    for name, weight in weights:
+        own, joined = largest_of(weight), joined_name(name)
+        largest[joined] = torch.maximum(largest.get(joined, own), own)
+    return largest
 
 
 def _write(place: Stored, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False) -> None:

@@ -9,10 +9,12 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.formats.table import FORMATS
+from moetune.json_files import read_json
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.report import PART_NAMES
 from moetune.memory.trace import Trace, trace
 from moetune.run.resolve import resolve
+from tests.adapt.test_merged import BASES as ROUNDED
 from tests.memory.models import LAYOUTS, blocks_of, toy_run, write_toy
 from tests.published import write_4bit, write_fp8, write_mxfp4
 from tests.reference import small_linears_are_quantized
@@ -120,6 +122,18 @@ def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path
         folder = write_4bit(tmp_path, model_type, hidden_size=64, head_dim=16, **sizes)
     config = toy_run(folder, model_type, MIXED, model={"weights": "pretrained"}, train={"checkpointing": "full"})
     assert_alike(config)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "nvfp4" else pytest.mark.full) for kind in ROUNDED]
+)
+def test_so_they_do_where_merged_weights_are_rounded(kind: str, tmp_path: Path) -> None:
+    into, write, adapt = ROUNDED[kind]
+    folder = write(tmp_path / "base")
+    model_type = read_json(folder / "config.json", dict[str, Any])["model_type"]
+    model = {"weights": "pretrained", "base": "fp32" if kind.startswith("16 bits") else "auto"}
+    train = {"checkpointing": "full", "merge_into": into}
+    assert_alike(toy_run(folder, model_type, adapt, model=model, train=train))
 
 
 def assert_alike(config: RunConfig) -> None:
