@@ -17,7 +17,7 @@ import numpy as np
 RIGHT = 5e-4
 """Largest difference of two log-probabilities, in float32, of an export that is right; a fault makes 0.05 or more."""
 ROUNDED = 0.2
-"""The same of a quantized base, which programs compute in bfloat16 or with activations of 8 bits; an adapter makes 0.8."""
+"""The same of a quantized base, computed in bfloat16 or with activations of 8 bits; an adapter makes 0.8."""
 EXPORTS = {
     "merged": "merged",
     "quantized": "checkpoint",
