@@ -99,7 +99,8 @@ def _expert_memories(run: ResolvedRun) -> list[str]:
 
 def with_stages(config: RunConfig, device_type: DeviceType, before: ParallelConfig | None) -> RunConfig:
     """Return a configuration with stages in place of `parallel.stages: auto`: those of `before`, with which the run was
-    interrupted, if its pipeline is the same; else as predicted. A run with other problems stays as it is."""
+    interrupted, if its pipeline is the same; else as predicted. A run with other problems, or of a model that cannot be
+    traced, stays as it is."""
     parallel = config.parallel
     if before is not None and (before.pp, before.schedule) == (parallel.pp, parallel.schedule):
         return changed(config, {"parallel.stages": before.stages})
@@ -107,9 +108,11 @@ def with_stages(config: RunConfig, device_type: DeviceType, before: ParallelConf
     if run.problems:
         return config
     gpu = catalog_name(torch.device(device_type)) if device_type == "cuda" and not config.hardware.names else None
-    return changed(
-        config, {"parallel.stages": Predictor(gpu, device_type=device_type).divided(run).config.parallel.stages}
-    )
+    try:
+        run = Predictor(gpu, device_type=device_type).divided(run)
+    except NotTraceable:
+        return config
+    return changed(config, {"parallel.stages": run.config.parallel.stages})
 
 
 def settled_on(run: ResolvedRun, device: torch.device, before: TrainConfig | None = None) -> ResolvedRun:

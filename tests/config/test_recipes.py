@@ -6,8 +6,7 @@ import pytest
 
 from moetune.config.load import load_run_config
 from moetune.config.recipes import read_recipe, recipes
-from moetune.memory.predict import predict_memory
-from moetune.run.resolve import resolve
+from moetune.planning.predictor import Predictor
 from tests.cli.test_commands import ROOT
 
 SAID = re.compile(
@@ -26,9 +25,7 @@ def test_a_recipe_needs_what_it_says(name: str) -> None:
     assert said is not None, "the header does not say what is predicted"
     gib, each, card, host = said.groups()
     assert (card, bool(each)) == (config.hardware.gpu, config.parallel.ranks > 1)
-    report = predict_memory(
-        resolve(config, "cuda")
-    )  # the least: train.expert_memory: auto takes more where some is left
+    report = Predictor().whole(config)  # the least: train.expert_memory: auto takes more where some is left
     assert report.required / 2**30 == pytest.approx(float(gib), abs=0.02)
     assert report.fullest.host_bytes / 2**30 == pytest.approx(float(host or 0), abs=0.02)
     assert report.verdict == "yes"

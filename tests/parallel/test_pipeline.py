@@ -340,13 +340,19 @@ def test_micro_batches_in_flight_and_the_bubble() -> None:
             {"optimizer": {"name": "lomo"}, "train": {"accumulate": 1}},
             r"other micro-batches of the pipeline need them",
         ),
+        (
+            {"fsdp": 2},
+            {"hardware": {"gpus": ["rtx-3090", "12GiB"]}},
+            r"hardware\.gpus: 2 cards, and parallel\.pp: 1; cards of unlike size go with the stages of a pipeline",
+        ),
         ({"pp": 2}, {"train": {"dense_router_gradient": True}}, r"not tested over the stages of a pipeline"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused_by_name(
     parallel: dict[str, Any], sections: dict[str, Any], message: str, model: Path, tmp_path: Path
 ) -> None:
-    more = {"hardware": {"count": parallel.get("pp", 1) * parallel.get("fsdp", 1)}}
+    count = parallel.get("pp", 1) * parallel.get("fsdp", 1)
+    more = {"hardware": {"count": count, **sections.get("hardware", {})}}
     config = pipelines.config_of(model, tmp_path, tmp_path / "out", "router", parallel, **sections | more)
     with pytest.raises(UserError, match=message):
         resolve(config, "cpu")

@@ -8,9 +8,12 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.planning.candidate import Candidate, NextLarger
 from moetune.planning.plan import Plan, _ranked, _useful_first, plan
+from moetune.planning.predictor import Predictor
+from moetune.planning.savings import changed
 from moetune.planning.search import Found, Search
 from moetune.planning.strategies import Goal, Strategy
 from moetune.planning.views import plan_view
+from moetune.run.resolve import resolve
 from tests.report.sample import sample
 
 
@@ -52,6 +55,21 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
     plan(str(small_model), "24GiB", goals=("lora", "router"), length=64, every=every)
     assert {slowness for goal, slowness in asked if goal == "lora"} == set(range(fits + 1))
     assert {slowness for goal, slowness in asked if goal == "router"} == {0}
+
+
+def test_of_ways_to_divide_a_run_over_two_cards_the_fastest_is_shown(small_model: Path) -> None:
+    found = plan(str(small_model), "rtx-3090", goals=("router",), count=2, length=64, every=False, beyond=False)
+    (one,) = found.candidates
+    predictor, speeds = Predictor("rtx-3090"), {}
+    for axes in ({"fsdp": 2, "ep": 2}, {"fsdp": 2}, {"pp": 2}):
+        sizes = {f"parallel.{axis}": axes.get(axis, 1) for axis in ("fsdp", "ep", "pp")}
+        more = {"parallel.stages": "auto", "train.accumulate": 2 if "pp" in axes else 1}  # of 64 rows, the most tried
+        time = predictor.whole(changed(one.config, sizes | more)).time
+        assert time is not None
+        speeds[tuple(sizes.values())] = time.tokens_per_second.middle
+    shown = tuple(getattr(one.config.parallel, axis) for axis in ("fsdp", "ep", "pp"))
+    assert speeds[shown] == one.speed == max(speeds.values())
+    resolve(one.config, "cuda")  # as `moetune train` does
 
 
 @pytest.mark.full

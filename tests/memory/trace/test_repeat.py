@@ -70,7 +70,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] =
     "tp, ep": (LORA, {"tp": 2, "ep": 2}, 1, FP32),
     "stages": (SOME, {"pp": 2}, 4, NF4),
     "three stages": (LORA, {"pp": 3}, 6, NF4),
-    "several stages each": (LORA, {"pp": 2, "schedule": "interleaved1f1b"}, 4, NF4),
+    "several stages each": (LORA, {"pp": 2, "schedule": "interleaved1f1b"}, 2, NF4),
 }
 ON_A_PUSH = (
     "turns",
@@ -82,7 +82,6 @@ ON_A_PUSH = (
     "layer by layer, inputs on the host",
     "fsdp, ep",
     "fsdp, ep, on the host",
-    "three stages",
     "several stages each",
     "experts of other layers than the neighbours, on the host",
 )
