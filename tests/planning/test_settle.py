@@ -147,8 +147,8 @@ def test_groups_of_experts_grow_first_and_never_make_a_run_not_fit(
 
 def test_experts_on_the_host_are_copied_once_a_step_where_it_fits(tmp_path: Path) -> None:
     """Before anything else is kept: what all micro-batches hold at once takes more than what one does."""
-    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=8)
-    train = {"sequence_length": 512, "micro_batch": 2, "loss_memory": "1MiB", "accumulate": 6, "checkpointing": "auto"}
+    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=4)
+    train = {"sequence_length": 512, "micro_batch": 2, "loss_memory": "1MiB", "accumulate": 3, "checkpointing": "auto"}
     raw = toy_run(toy, "mixtral", LORA, model={**BF16, "experts_on": "host"}, train=train)
     run = resolve(raw, "cuda")
     choices = _choices(run)
