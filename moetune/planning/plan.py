@@ -1,6 +1,8 @@
 """`moetune plan MODEL`: the largest run of each strategy that fits a GPU, ranked; or the run that nearly fits."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -185,12 +187,7 @@ def plan(
     if not of_goals:
         raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
     with calling(search, processes) as call:
-        results = [*_searched(call, of_goals, every, show)]
-        show(len(results), len(results), "predicting the speed of what fits", None)
-        fitting_runs = [result.candidate for result in results if result.candidate is not None]
-        if not beyond:
-            fitting_runs = [replace(one, next_larger=None) for one in fitting_runs]
-        candidates = _useful_first([*call("whole", _ranked(fitting_runs))])
+        results, candidates = _searched(call, of_goals, every, beyond, show, 1 if processes == 1 else len(of_goals))
     miss = None
     if not candidates:
         show(len(results), len(results), "nothing fits: looking for the nearest miss", None)
@@ -211,33 +208,44 @@ def plan(
 
 
 def _searched(
-    call: Callable[[str, Iterable[Any]], Iterator[Found]], of_goals: dict[Goal, list[Strategy]], every: bool, show: Show
-) -> Iterator[Found]:
-    """Yield what was found for each goal, until something fits: with `every`, for each strategy of equal slowness;
-    else for strategies of equal costs together, those that cost least first."""
+    call: Callable[[str, Iterable[Any]], Iterator[Any]],
+    of_goals: dict[Goal, list[Strategy]],
+    every: bool,
+    beyond: bool,
+    show: Show,
+    at_once: int,
+) -> tuple[list[Found], list[Candidate]]:
+    """Return what was found, and the candidates with whole reports, as `Plan` has them; `at_once` goals are searched at
+    a time.
+
+    Of each goal strategies of equal slowness are searched, or, unless `every`, of equal costs together, those that cost
+    least first, until something fits.
+    """
+    made, known = list[Found](), Counter[Goal]()
 
     def costs(strategy: Strategy) -> tuple[int, ...]:
         return (strategy.slowness,) if every else (strategy.slowness, *strategy.costs)
 
-    levels = {
-        goal: [list(of_level) for _, of_level in groupby(sorted(tried, key=costs), key=costs)]
-        for goal, tried in of_goals.items()
-    }
-    made = known = 0
-    while levels:
-        searches: list[list[Strategy]] = []
-        for level in [of_goal.pop(0) for of_goal in levels.values()]:
-            together = groupby(level, key=lambda strategy: (strategy.layout, strategy.order if every else 0))
-            searches += [list(group) for _, group in together]
-        known, goals = known + len(searches), ", ".join(levels)
-        show(made, known, goals, None)
-        for result in call("best", searches):
-            made += 1
-            if result.candidate is not None:
-                levels.pop(result.candidate.goal, None)
-            show(made, known, goals, result.candidate)
-            yield result
-        levels = {goal: left for goal, left in levels.items() if left}
+    def of_goal(goal: Goal) -> tuple[list[Found], list[Candidate]]:
+        found, fitting_runs = list[Found](), list[Candidate]()
+        levels = groupby(sorted(of_goals[goal], key=costs), key=costs)
+        while not fitting_runs and (level := next(levels, None)) is not None:
+            together = groupby(level[1], key=lambda strategy: strategy.order if every else strategy.layout)
+            searches = [list(group) for _, group in together]
+            known[goal] += len(searches)
+            show(len(made), known.total(), goal, None)
+            for result in call("best", searches):
+                made.append(result)
+                found.append(result)
+                show(len(made), known.total(), goal, result.candidate)
+                if result.candidate is not None:
+                    fitting_runs.append(result.candidate if beyond else replace(result.candidate, next_larger=None))
+        return found, [*call("whole", _ranked(fitting_runs))]
+
+    with ThreadPoolExecutor(at_once) as threads:  # they wait for processes
+        of_all = dict(zip(of_goals, threads.map(of_goal, of_goals), strict=True))
+    whole = [one for goal in GOALS if goal in of_all for one in of_all[goal][1]]
+    return [result for found, _ in of_all.values() for result in found], _useful_first(whole)
 
 
 def _useful_first(candidates: list[Candidate]) -> list[Candidate]:

@@ -38,6 +38,7 @@ def calling(search: Search, processes: int) -> Iterator[Callable[[str, Iterable[
         return
     context = get_context("spawn" if torch.cuda.is_available() else "fork")
     pool = ProcessPoolExecutor(processes, context, _begin, (replace(search), os.getpid()))
+    pool.submit(int)  # the processes start now, before there are threads, of which a fork would have the locks
     try:
         yield lambda method, inputs: pool.map(partial(_call, method), inputs)
     except BrokenProcessPool as error:
