@@ -1,4 +1,4 @@
-"""How checkpoints store 4-bit numbers with a scale for each group: compressed-tensors, GPTQ with AutoRound, and AWQ."""
+"""The tensors in which compressed-tensors, GPTQ with AutoRound, and AWQ store INT4 (their settings: int4.py)."""
 
 from abc import abstractmethod
 from collections.abc import Iterator

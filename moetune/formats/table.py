@@ -1,4 +1,4 @@
-"""`FORMATS`: every format of frozen weights by name, a file of this room each; and which of them a checkpoint has."""
+"""`FORMATS`: the list of all formats of frozen weights; `quantization_of`: that in which a checkpoint is published."""
 
 from collections.abc import Mapping
 from dataclasses import replace

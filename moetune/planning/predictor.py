@@ -1,4 +1,4 @@
-"""`Predictor`: memory predictions for many runs of one model, which share the model; reports are kept on disk."""
+"""`Predictor`: predictions for many runs of one model, kept on disk; where `parallel.stages: auto` cuts a pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -103,7 +103,7 @@ class Predictor:
         """Read the report of a run from disk; if it is not there, trace the run and write it."""
         names = (self.gpu,) if self.gpu else run.config.hardware.names
         cards = [name if isinstance(name, Gpu) else find_gpu(name) for name in names or ("l40s",)]
-        known = as_known(run, cards[0] if names else None)  # as `predict` does
+        known = as_known(run, cards[0] if names else None)  # as `predict_memory` does
         trainer = self.trainer
         file = file_of(
             {

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: which decoder layers, and what outside of them, each rank of the axis `pp` holds."""
+"""Stages of a pipeline: what each rank holds of the model. Where `auto` cuts is decided in planning/predictor.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`write_peft` and `write_for_server`: export LoRA, and fully trained modules, as an adapter.
+"""`write_peft` and `write_for_server`: export LoRA as an adapter; what an adapter's files hold: adapters/write.py.
 
 The layouts are those of `moetune.adapters.write`: `PeftModel.from_pretrained` loads the one for PEFT, and
 `vllm serve BASE --enable-lora --lora-modules NAME=DIR` or SGLang the others.
