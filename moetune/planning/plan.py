@@ -153,7 +153,7 @@ def plan(
         every: whether the largest run of every strategy is searched; else only the most useful run of each goal.
         beyond: whether the next larger run of each candidate is predicted, `Candidate.next_larger`.
         processes: the number of processes that search at the same time.
-        show: called before searches begin, and after each.
+        show: called before searches begin, and after each; by the thread of a goal.
 
     Raises:
         UserError: the model or the GPU is not known; the model is dense and the goal is not `lora`; or a trainer of TRL
