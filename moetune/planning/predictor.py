@@ -1,4 +1,4 @@
-"""`Predictor`: predictions for many runs of one model, kept on disk; where `parallel.stages: auto` cuts a pipeline."""
+"""`Predictor`: predictions for many runs of a model, kept on disk; `parallel.stages: auto`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
