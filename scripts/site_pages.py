@@ -30,5 +30,5 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Leaves out what stands behind the language of a block of code: names of files, which tests read. Pages of docs/
     are one folder higher here than in the repository."""
-    markdown = markdown.replace("](../findings/", "](findings/").replace("](../../findings/", "](../findings/")
+    markdown = markdown.replace("](../findings/", "](findings/").replace("](../../", "](../")
     return re.sub(r"^(```\w+) .*$", r"\1", markdown, flags=re.MULTILINE)
