@@ -1,4 +1,4 @@
-"""Public API of moetune: fine-tune a mixture-of-experts model on one GPU, and predict its memory before it starts.
+"""Public API of moetune: fine-tune a mixture-of-experts model, and predict its memory beforehand.
 
     import moetune
 

@@ -1,4 +1,4 @@
-"""Entry point of `python -m moetune`, which runs the same program as the `moetune` script."""
+"""Entry point of `python -m moetune`, the same program as the `moetune` script."""
 
 from moetune.cli.main import main
 

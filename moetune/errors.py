@@ -1,4 +1,4 @@
-"""`UserError` and `DoesNotFit`; `reading`, which turns readers' errors into `UserError`; text helpers for messages."""
+"""`UserError` and `DoesNotFit`; `reading` turns readers' errors into `UserError`; text helpers for messages."""
 
 import difflib
 import signal

@@ -1,4 +1,4 @@
-"""Safetensors files: read headers, read or overwrite rows of a tensor, list a checkpoint's files, create files.
+"""Safetensors: headers, rows read or overwritten, a checkpoint's files listed, files created.
 
 Files are read and written with plain I/O, not memory-mapped, so only the requested rows are in memory. Nothing in a
 file is executed. Whatever is read is looked through for NaN and infinity, because a loss may be finite all the same:

@@ -1,1 +1,1 @@
-"""Build the model that trains: load its weights, quantize what stays frozen, add LoRA, set up checkpointing."""
+"""Build the model that trains: load weights, quantize frozen ones, add LoRA, set up checkpointing."""

@@ -1,4 +1,4 @@
-"""Select a model's attention function; run packed documents with variable-length attention, without a mask.
+"""Choice of a model's attention function; packed documents by variable-length attention, without a mask.
 
 With `model.attention: sdpa`, packed documents share a row, and scaled dot-product attention separates them by a mask
 [B, 1, S, S]. On a GPU, torch's flash attention (`torch.nn.attention.varlen`) computes the same values from the offsets

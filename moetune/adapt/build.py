@@ -1,4 +1,4 @@
-"""Build the adapted model of a run: `build(run, device)`, used alike by training, counting and prediction."""
+"""`build(run, device)`: the adapted model of a run, for training, counting and prediction."""
 
 import copy
 from collections.abc import Callable, Mapping

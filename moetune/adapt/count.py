@@ -1,4 +1,4 @@
-"""Count a model's parameters, and those that a run would train, without reading weights (`moetune count`)."""
+"""`moetune count`: a model's parameters, and those that a run trains, without reading weights."""
 
 from dataclasses import dataclass
 from typing import Any

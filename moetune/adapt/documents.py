@@ -1,4 +1,4 @@
-"""Keep packed documents apart in layers that carry a state from token to token: Mamba, linear attention, convolutions.
+"""Packed documents kept apart in layers with a state: Mamba, linear attention, convolutions.
 
 Attention hides one document from another by a mask or by `cu_seqlens`. A module with a state takes no mask, so it runs
 on each document alone, one after the other, and the state begins anew with each: exact, and slower the more documents a

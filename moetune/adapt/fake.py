@@ -1,4 +1,4 @@
-"""Build the adapted model on fake tensors: shapes, dtypes and aliases of the real model, without data.
+"""The adapted model on fake tensors: shapes, dtypes and aliases without data.
 
 The fake tensors are on the device `cpu` even if a prediction is for a GPU, because a CPU-only torch cannot
 differentiate fake CUDA tensors. The predictor accounts for what differs on a GPU.

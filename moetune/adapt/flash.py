@@ -1,4 +1,4 @@
-"""Flash attention within packed documents, with attention sinks: torch's kernels of CUDA and of the CPU, unchanged.
+"""Flash attention within packed documents, with attention sinks: torch's kernels of CUDA and CPU.
 
 A sink is one more key for each head, with a learned score and a value of zero. With the output and the logsumexp (lse)
 of attention without it, attention with it is

@@ -1,4 +1,4 @@
-"""Add LoRA to a model's linear layers and routers with PEFT; LoRA on experts is in experts/bank.py."""
+"""LoRA on linear layers and routers, by PEFT; on experts: experts/bank.py."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

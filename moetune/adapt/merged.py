@@ -1,4 +1,4 @@
-"""Linear layers under `train.merge_into`: with LoRA they compute with the rounded merged weight, others are rounded."""
+"""Linear layers under `train.merge_into`: those with LoRA compute with the rounded merged weight."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""The reference of preference training: the adapted model as it was before training, in place of a second model."""
+"""The reference of preference training: the adapted model before training, without a second model."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

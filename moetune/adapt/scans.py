@@ -1,4 +1,4 @@
-"""Run the scans of linear attention and Mamba, where transformers' own code computes them, as functions of inputs.
+"""Scans of linear attention and Mamba in transformers' own code, recomputed in backward.
 
 A scan carries a state along a sequence. Without the package of its kernel (flash-linear-attention, mamba-ssm),
 transformers computes it in torch, chunk by chunk, and autograd keeps every intermediate result in float32: many times

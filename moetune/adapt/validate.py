@@ -1,4 +1,4 @@
-"""Checks of a built model: frozen weights are quantized, and every tensor is on its device."""
+"""Checks of a built model: frozen weights quantized, every tensor on its device."""
 
 import torch
 from transformers import PreTrainedModel

@@ -1,1 +1,1 @@
-"""LoRA adapters on disk: the layouts of every program, detected, read into one form and written from it."""
+"""LoRA adapters on disk: every program's layouts, detected, read into one form, and written."""

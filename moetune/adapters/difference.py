@@ -1,4 +1,4 @@
-"""`moetune adapter diff`: where the updates of two adapters differ, whatever their layouts, ranks and scales."""
+"""`moetune adapter diff`: where the updates of two adapters differ, whatever their layouts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""In which order a stacked matrix holds its experts: what the numbers say, where names and shapes are silent.
+"""In which order a stacked matrix holds its experts, by its numbers where names are silent.
 
 Three signs, each of which favours one order of B over the other ([out, r, E] or [out, E, r]):
 

@@ -1,4 +1,4 @@
-"""`Adapter`: LoRA factors of linear layers and of experts in one form, whatever layout they were stored in.
+"""`Adapter`: LoRA factors of linear layers and experts in one form for all layouts.
 
 Shapes: E experts, rank r, hidden size H, intermediate size I.
 """

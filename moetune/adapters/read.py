@@ -1,4 +1,4 @@
-"""`read`: detect which layout an adapter is stored in, and read it into an `Adapter`, for every command.
+"""`read`: detect an adapter's layout, and read it into an `Adapter`.
 
 The layouts and their sources are in docs/reference/adapters.md:
 

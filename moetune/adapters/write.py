@@ -1,4 +1,4 @@
-"""`laid_out`: the tensors and settings of an `Adapter` in the layout that a program reads.
+"""`laid_out`: an `Adapter`'s tensors and settings in the layout that a program reads.
 
 peft, unsloth     stacked, PEFT's order; unsloth also gets its note `lora_B_layout`
 unsloth-grouped   stacked, the order of Unsloth before September 2026

@@ -1,1 +1,1 @@
-"""The command line: one module for each command, found by the command's name, and what the commands share."""
+"""The command line: a module for each command, found by its name, and what they share."""

@@ -1,4 +1,4 @@
-"""The commands `moetune adapter check|convert|merge|diff`: LoRA adapters of any program, and their base."""
+"""`moetune adapter check|convert|merge|diff`: LoRA adapters of any program, and their base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `moetune apply`: write a checkpoint from a base and a delta."""
+"""`moetune apply`: write a checkpoint from a base and a delta."""
 
 from pathlib import Path
 from typing import Annotated

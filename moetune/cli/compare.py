@@ -1,4 +1,4 @@
-"""The command `moetune compare`: print the predicted memory of several run files in one table."""
+"""`moetune compare`: print the predicted memory of several run files in one table."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The command `moetune count`: print the parameter counts of a model, from its configuration alone."""
+"""`moetune count`: print a model's parameter counts, from its configuration alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `moetune data`: print how a run's data are tokenized, and which tokens carry loss."""
+"""`moetune data`: print how data are tokenized, and which tokens carry loss."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""The command `moetune doctor`: print whether this machine can train, and how to fix what prevents it."""
+"""`moetune doctor`: print whether this machine can train, and how to fix what prevents it."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command `moetune drift`: print how training changed the routing of held-out data."""
+"""`moetune drift`: print how training changed the routing of held-out data."""
 
 from typing import Annotated
 

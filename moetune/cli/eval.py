@@ -1,4 +1,4 @@
-"""The command `moetune eval`: print the held-out loss of a run, an adapter or a checkpoint."""
+"""`moetune eval`: print the held-out loss of a run, an adapter or a checkpoint."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""The command `moetune export`: write a run's trained model as a delta, an adapter or a merged checkpoint."""
+"""`moetune export`: write a trained model as a delta, an adapter or a merged checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `moetune init`: write a run file to start from, a recipe or the best candidate of a plan."""
+"""`moetune init`: write a run file to start from: a recipe, or a plan's best candidate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line's entry point: register the commands, and turn exceptions into messages and exit codes."""
+"""Entry point: register the commands, turn exceptions into messages and exit codes."""
 
 import contextlib
 import os

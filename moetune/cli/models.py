@@ -1,4 +1,4 @@
-"""The command `moetune models`: list the models in the catalog, with their published parameter counts."""
+"""`moetune models`: list the catalog's models, with their published parameter counts."""
 
 from moetune.cli import options as cli
 from moetune.report.view import Table

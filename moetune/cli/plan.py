@@ -1,4 +1,4 @@
-"""The command `moetune plan`: print the largest runs that fit a GPU, or the largest value of a setting that fits."""
+"""`moetune plan`: print the largest runs that fit a GPU, or the largest value of a setting."""
 
 from __future__ import annotations
 

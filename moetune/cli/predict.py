@@ -1,4 +1,4 @@
-"""The command `moetune predict`: print the memory that a run will need, without running it."""
+"""`moetune predict`: print the memory that a run will need, without running it."""
 
 from dataclasses import replace
 from typing import Annotated, Any

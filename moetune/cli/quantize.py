@@ -1,4 +1,4 @@
-"""The command `moetune quantize`: write a quantized copy of a checkpoint, or measure what quantizing it would cost."""
+"""`moetune quantize`: write a quantized copy of a checkpoint, or measure what that costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `moetune report`: write a run as one HTML page."""
+"""`moetune report`: write a run as one HTML page."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command `moetune score`: count which experts a data set uses, and write the scores to a file."""
+"""`moetune score`: count which experts a data set uses, write the scores to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `moetune select`: choose experts by their scores, and write the choice into a run file."""
+"""`moetune select`: choose experts by score, write the choice into a run file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `moetune train`: check the options, start the ranks, call watch/train.py, print the result."""
+"""`moetune train`: check options, start the ranks, call watch/train.py, print the result."""
 
 import json
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The command `moetune verify`: take real steps on this machine, and print measured beside predicted memory."""
+"""`moetune verify`: take real steps, print measured beside predicted memory."""
 
 from typing import Annotated
 

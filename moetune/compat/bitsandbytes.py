@@ -1,4 +1,4 @@
-"""bitsandbytes: a quick import, shared tables of 8-bit optimizers, a corrected CPU dequantization, paged states.
+"""bitsandbytes: quick import, shared tables of 8-bit optimizers, CPU dequantization corrected, paged states.
 
 Import bitsandbytes' names from here: its own import loads torch's compiler, which takes two seconds (`_lazily`).
 """

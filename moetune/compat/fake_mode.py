@@ -1,4 +1,4 @@
-"""torch: a quick mode of fake tensors, and what fake tensors answer, compute and report otherwise than torch's own."""
+"""torch: a quick mode of fake tensors, and what they answer otherwise than torch's own."""
 
 import functools
 import logging

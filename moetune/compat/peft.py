@@ -1,4 +1,4 @@
-"""PEFT: LoRA layers that compute in the dtype of their input instead of the dtype of their factors, and routers."""
+"""PEFT: LoRA layers that compute in their input's dtype, not their factors'; routers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

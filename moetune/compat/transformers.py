@@ -1,4 +1,4 @@
-"""transformers: private attributes, hooks for loading and checkpointing, and facts that only its source code tells."""
+"""transformers: private attributes, hooks for loading and checkpointing, facts from its source code."""
 
 import copy
 import functools

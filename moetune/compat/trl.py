@@ -1,4 +1,4 @@
-"""TRL: a model whose reference is itself, by the hooks that TRL's trainers have for PEFT models; trainers to trace."""
+"""TRL: a model that is its own reference, by hooks for PEFT models; trainers to trace."""
 
 import functools
 import logging

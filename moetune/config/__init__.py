@@ -1,1 +1,1 @@
-"""The run file: its keys as validated types, their values, and reading it from YAML with `--set` overrides."""
+"""The run file: keys as validated types, and reading it from YAML with `--set` overrides."""

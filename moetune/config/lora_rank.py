@@ -1,4 +1,4 @@
-"""`LoraRank`, the type of `adapt.lora.rank`: one rank, or ranks by target, by layers, or by layers of each target."""
+"""`LoraRank`, the type of `adapt.lora.rank`: one rank, or ranks by target and layers."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Keys of other training tools (`learning_rate`, `lora_r`, …) and the run-file key to suggest for each."""
+"""Keys of other training tools (`learning_rate`, `lora_r`, …) and the key here for each."""
 
 OTHER_NAMES = {
     **dict.fromkeys(("base_model", "model_name_or_path", "model_name", "pretrained_model_name_or_path"), "model.path"),

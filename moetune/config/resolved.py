@@ -1,4 +1,4 @@
-"""`ResolvedConfig`, the type of a run file whose values that depend on the model are filled in; imports no torch.
+"""`ResolvedConfig`: the type of a run file whose model-dependent values are filled in; without torch.
 
 `run/resolve.py` makes it from a `RunConfig`; the run file together with its model is `ResolvedRun` (run/resolved.py).
 """

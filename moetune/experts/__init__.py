@@ -1,1 +1,1 @@
-"""The experts of one layer: quantized storage, forward and backward in groups of experts, and GPU kernels."""
+"""The experts of a layer: quantized storage, forward and backward in groups, GPU kernels."""

@@ -1,4 +1,4 @@
-"""The experts' activation functions, forward and backward, and the choice between a GPU kernel and autograd.
+"""The experts' activation functions, forward and backward, by a GPU kernel or autograd.
 
 Rows of gate_up [N, O] become rows of act [N, I], where I is the experts' intermediate size and O is 2I, or I without
 gate. Two functions have a kernel:

@@ -1,4 +1,4 @@
-"""State that all expert banks of a model share: constant settings, and hooks that can be replaced temporarily."""
+"""State that all expert banks of a model share: constant settings, and replaceable hooks."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""DenseMixer's router gradient through all experts: the routing weights of experts that were not chosen.
+"""DenseMixer's router gradient: the routing weights of experts that were not chosen.
 
 With `train.dense_router_gradient`, forward is unchanged, and backward treats the router as if every expert had been
 chosen. With dy the gradient of a layer's output, E_e(x) the output of expert e, and w_e the routing weight that e would

@@ -1,4 +1,4 @@
-"""Sorting of token rows by expert, and the sum of the experts' results for each token.
+"""Sorting of token rows by expert, and summing the experts' results for each token.
 
 Shapes: T tokens, K chosen experts per token, E experts, H hidden size; C experts in a group with N rows together. A
 slot is an expert's position in the order in which the experts are computed.

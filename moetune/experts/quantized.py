@@ -1,4 +1,4 @@
-"""Frozen weight matrices of several experts, or of a linear layer, in one of the formats of `moetune/formats`.
+"""Frozen matrices of several experts, or of a linear layer, in a format of `moetune/formats`.
 
 Shapes: E matrices, each [R, C] = [out_features, in_features].
 """

@@ -1,1 +1,1 @@
-"""Export of a run: delta, PEFT or vLLM adapter, merged checkpoint; apply a delta; convert, merge adapters; upload."""
+"""Export of a run: delta, adapter, merged checkpoint; apply a delta; convert adapters; upload."""

@@ -1,4 +1,4 @@
-"""`moetune adapter`: open an adapter and its base, check, convert, merge and compare (layouts: `moetune.adapters`)."""
+"""`moetune adapter`: open an adapter and its base, check, convert, merge and compare."""
 
 import os
 from collections.abc import Iterator, Mapping

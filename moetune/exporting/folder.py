@@ -1,4 +1,4 @@
-"""What every export has: its manifest, what it says that it wrote, and a folder apart from what it reads."""
+"""What every export has: its manifest, and a folder apart from what it reads."""
 
 import json
 from pathlib import Path

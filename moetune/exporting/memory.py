@@ -1,4 +1,4 @@
-"""`moetune export --format merged --predict`: the host memory of writing a merged checkpoint, by its own code."""
+"""`moetune export --format merged --predict`: the host memory of writing a merged checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`push`: upload an exported folder to the Hugging Face hub, with a model card written from the run."""
+"""`push`: upload an export to the Hugging Face hub, with a model card of the run."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""Formats of frozen weights: in memory, in checkpoints, and in exports; a file for each, and a table of all."""
+"""Formats of frozen weights in memory, checkpoints and exports: a file for each, and a table."""

@@ -1,4 +1,4 @@
-"""`Format`: how frozen weights are stored, the interface of a new format; `Quantized`: a checkpoint's weight so stored.
+"""`Format`: the interface of a format of frozen weights; `Quantized`: a checkpoint's weight so stored.
 
 A format is a subclass of `Format` in a file of its own, with a subclass of `Quantized` for each layout that checkpoints
 have of it, and a place in `table.py`.

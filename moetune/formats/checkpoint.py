@@ -1,4 +1,4 @@
-"""`open_checkpoint`: the weights of a checkpoint, in 16 bits or in a quantized format; rows dequantized on demand.
+"""`open_checkpoint`: a checkpoint's weights, in 16 bits or quantized; rows dequantized on demand.
 
 A quantized weight is stored in several tensors, named by a pattern:
 

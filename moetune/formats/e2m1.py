@@ -1,4 +1,4 @@
-"""E2M1: floating-point codes of 4 bits, in which MXFP4 and NVFP4 store weights, two in a byte."""
+"""E2M1: floating-point codes of 4 bits, two in a byte, for MXFP4 and NVFP4."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,5 @@
-"""FP8: 8-bit floats (E4M3) with a scale for each block of 128 × 128 weights, as DeepSeek-V3 is published; for each row;
-for each matrix; or, a power of two, for 32 weights of a row (MXFP8)."""
+"""FP8: 8-bit floats with a scale for each block, row, matrix, or 32 weights (MXFP8). Floats are E4M3. Blocks are
+128 × 128, as DeepSeek-V3 is published; MXFP8's scales are powers of two."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, Self

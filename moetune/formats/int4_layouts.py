@@ -1,4 +1,4 @@
-"""The tensors in which compressed-tensors, GPTQ with AutoRound, and AWQ store INT4 (their settings: int4.py)."""
+"""The tensors in which compressed-tensors, GPTQ, AutoRound and AWQ store INT4."""
 
 from abc import abstractmethod
 from collections.abc import Iterator

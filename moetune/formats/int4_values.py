@@ -1,4 +1,4 @@
-"""4-bit numbers with a scale and a zero point for each group of columns, as formats/int4.py has them in memory."""
+"""INT4 in memory: 4-bit codes with a scale and zero point for each group of columns."""
 
 import torch
 from torch import Tensor

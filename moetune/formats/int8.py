@@ -1,4 +1,4 @@
-"""int8: 8 bits a weight and a float32 scale for each row, as bitsandbytes quantizes."""
+"""int8: 8 bits a weight, a float32 scale for each row, as bitsandbytes quantizes."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""MXFP4 (OCP Microscaling Formats 1.0): codes of 4 bits, of which 32 share a power of two, as gpt-oss is published."""
+"""MXFP4 (OCP Microscaling Formats 1.0): 4-bit codes, 32 share a power of two; gpt-oss, DeepSeek-V4."""
 
 from typing import Any, Self
 

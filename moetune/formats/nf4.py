@@ -1,4 +1,4 @@
-"""NF4 (QLoRA, arXiv 2305.14314): 4 bits a weight, of which 64 share a scale, as bitsandbytes quantizes."""
+"""NF4 (QLoRA, arXiv 2305.14314): 4 bits a weight, 64 share a scale, as bitsandbytes quantizes."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""NVFP4: codes of 4 bits, of which 16 of a row share a scale in E4M3, and a matrix a global scale."""
+"""NVFP4: 4-bit codes, 16 share a scale in E4M3, a matrix a global scale."""
 
 from typing import Any, Self
 

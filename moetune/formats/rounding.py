@@ -1,4 +1,4 @@
-"""`Rounding`: how a merged weight is rounded to a quantized format, by `export --into` and in a run that trains for it.
+"""`Rounding`: a merged weight rounded to a format, by `export --into` and while training for it.
 
 Shapes: a matrix is [R, C] = [out_features, in_features].
 """

@@ -1,4 +1,4 @@
-"""`FORMATS`: the list of all formats of frozen weights; `quantization_of`: that in which a checkpoint is published."""
+"""`FORMATS`: the table of all formats; `quantization_of`: that of a published checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace

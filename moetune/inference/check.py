@@ -1,4 +1,4 @@
-"""`moetune export --check`: compare the loss of an export, loaded by stock libraries, with the trained model's."""
+"""`moetune export --check`: an export's loss, loaded by stock libraries, beside the trained model's."""
 
 from dataclasses import dataclass
 from itertools import islice

@@ -1,4 +1,4 @@
-"""`moetune generate --prompts`: generate text for each record of a file, in batches; an interrupted call is continued.
+"""`moetune generate --prompts`: text for each record of a file, in batches; resumes when interrupted.
 
 Batches hold prompts of similar length, the longest first, so that a batch that needs too much memory fails at once. The
 texts are collected in a file in the folder beside the output (`atomic.aside`), with a line for each finished batch. The

@@ -1,4 +1,4 @@
-"""`moetune eval`: mean held-out loss and perplexity of a run, an adapter or a checkpoint."""
+"""`moetune eval`: held-out loss and perplexity of a run, an adapter or a checkpoint."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""`moetune generate` and `moetune chat`: generate text with any opened model, by transformers' `generate`."""
+"""`moetune generate` and `moetune chat`: text by transformers' `generate`."""
 
 from collections.abc import Sequence
 from functools import partial

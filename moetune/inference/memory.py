@@ -1,4 +1,4 @@
-"""`moetune eval --predict` and `moetune generate --predict`: peak memory from a trace of their own forward passes."""
+"""`--predict` of `moetune eval` and `moetune generate`: peak memory from a trace of their forward passes."""
 
 from collections.abc import Sequence
 from typing import Any

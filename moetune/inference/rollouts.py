@@ -1,4 +1,4 @@
-"""`vllm_rollouts`: completions for TRL's GRPO from a vLLM server, which gets the adapter anew after each update."""
+"""`vllm_rollouts`: GRPO completions from a vLLM server, which gets the adapter after each update."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`moetune quantize --measure`: what it costs to round each part of each layer, and which parts to leave in 16 bits."""
+"""`moetune quantize --measure`: what rounding each part of each layer costs, what to leave in 16 bits."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""`moetune report`: the content of a run's HTML page: curves, memory, expert load, what trained, the run file."""
+"""`moetune report`: a run's HTML page: curves, memory, expert load, what trained, the run file."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata

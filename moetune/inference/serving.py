@@ -1,4 +1,4 @@
-"""`moetune serve`: the commands with which vLLM or llama.cpp serves a run, an export or a base, with what it needs."""
+"""`moetune serve`: commands with which vLLM or llama.cpp serves a run, an export or a base."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Grouped matrix products: rows sorted by expert, each expert's rows times the expert's own matrix.
+"""Grouped matrix products: rows sorted by expert, times each expert's own matrix.
 
 Shapes: C experts in a group with N rows together; p and q features.
 """

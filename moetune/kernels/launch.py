@@ -1,4 +1,4 @@
-"""A launcher of Triton kernels that takes a third of the host time of Triton's own launch.
+"""A launcher of Triton kernels with a third of the host time of Triton's own.
 
 Measurements are in docs/benchmarks/host_time.md. Import this file only with a GPU and Triton.
 """

@@ -1,4 +1,4 @@
-"""Operators of the experts' forward and backward: dispatcher, torch reference and shapes of each.
+"""Operators of the experts' forward and backward: dispatcher, torch reference, shapes.
 
 On a GPU an operator runs its Triton kernel (triton_kernels.py), elsewhere torch's operations. The operators are
 registered with torch's dispatcher, so that a trace on fake tensors counts what a GPU runs: one launch each, and no

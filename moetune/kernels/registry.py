@@ -1,4 +1,4 @@
-"""Registration of operators that have a GPU kernel, and the table of those whose kernel is not used.
+"""Registration of operators that have a GPU kernel, and which kernels are not used.
 
 An operator has two implementations: a GPU kernel, and its reference, a function of torch's operations. The reference
 runs where there is no kernel (a CPU), and where the kernel does not work: it does not compile, or `adapt/guard` has

@@ -1,4 +1,4 @@
-"""Operators of rotary position embedding, with or without an RMS norm of each head: torch reference and shapes.
+"""Operators of rotary position embedding, with or without RMS norms: torch reference and shapes.
 
 For a head x of d numbers, split into halves (a, b), and the halves of cos and sin at its token's position:
 

@@ -1,4 +1,4 @@
-"""Operators of routing: choice of experts by softmax, and sorting of rows by expert; torch reference and shapes.
+"""Operators of routing, softmax choice of experts and sorting of rows: torch reference and shapes.
 
 With logits z [T, E] and p = softmax(z) in float32, a token's K experts are those of the largest p. Their weights w are
 p, or p divided by its sum over the chosen experts.

@@ -1,4 +1,4 @@
-"""Triton kernels of the grouped matrix products in grouped.py, and the tiles that are tried for them (`TILES`).
+"""Triton kernels of the grouped products in grouped.py, and their tiles (`TILES`).
 
 Import this file only with a GPU and Triton. Each element of the result is summed in float32, 16 terms at a time, in the
 same order for every tile: where Triton multiplies by `mma.sync` (compute capability 8.x and 12.x), the choice of a tile

@@ -1,4 +1,4 @@
-"""Triton kernels of the operators in rotary.py (formulas and shapes there); one launch for queries and keys together.
+"""Triton kernels of the operators in rotary.py; one launch for queries and keys.
 
 Each program rotates a fixed number of heads, about `PAIRS` pairs of numbers in all: consecutive heads of a token, then
 those of the next token. Import this file only with a GPU and Triton. `PAIRS` was chosen without timing it on a GPU.

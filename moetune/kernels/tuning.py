@@ -1,4 +1,4 @@
-"""Which of a kernel's tiles is fastest, measured once for each card and shape; the tiles stand beside each kernel.
+"""Which of a kernel's tiles is fastest, measured once for each card and shape.
 
 Choices are kept on disk, in `tiles.json.gz` in moetune's cache folder (`cache_folder`), by card, version of Triton and
 shapes. A file that cannot be read counts as empty, and one that cannot be written is left. Import this file only with a

@@ -1,4 +1,4 @@
-"""Descriptions of a run as text (what trains, batch, optimizer, ranks), for the head of a memory report."""
+"""A run as text (what trains, batch, optimizer, ranks), for the head of a report."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Simulation of torch's CUDA caching allocator: bytes that a sequence of allocations and frees reserves.
+"""Simulation of torch's CUDA caching allocator: bytes that allocations and frees reserve.
 
 No GPU is needed. The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` with
 default settings and a single stream; docs/concepts/allocator.md explains them and lists what is left out. All sizes are

@@ -1,4 +1,4 @@
-"""Assumptions of a prediction about the rows each expert receives: balanced, skewed, worst, or recorded.
+"""Assumed rows per expert: balanced, skewed, worst, or recorded.
 
 Sizes in this file: T tokens, K chosen experts per token, E experts. The experts of a layer receive T·K rows in all.
 """

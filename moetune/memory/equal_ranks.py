@@ -1,4 +1,4 @@
-"""Groups of ranks that need equal memory, so that one rank of each group is predicted."""
+"""Groups of ranks with equal memory, of which one rank is predicted."""
 
 from collections.abc import Hashable
 

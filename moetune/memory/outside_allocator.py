@@ -1,4 +1,4 @@
-"""GPU memory of a process outside torch's allocator: CUDA context (size from gpus.yaml) plus NCCL buffers."""
+"""GPU memory outside torch's allocator: CUDA context (from gpus.yaml) and NCCL buffers."""
 
 from collections.abc import Callable
 

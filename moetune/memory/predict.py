@@ -1,4 +1,4 @@
-"""`predict_memory`: the memory report of a run by trace, for one GPU or each rank of several."""
+"""`predict_memory`: the memory report of a run by trace, for each of its ranks."""
 
 import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

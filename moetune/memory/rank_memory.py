@@ -1,4 +1,4 @@
-"""`rank_memory`: the memory of one rank from its trace, with what the caching allocator and cuBLAS add to it."""
+"""`rank_memory`: a rank's memory from its trace, with the caching allocator's and cuBLAS's share."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`MemoryReport` and its parts: the results of a prediction as plain data in integer bytes, without formatting.
+"""`MemoryReport` and its parts: a prediction as plain data in integer bytes.
 
 Words: *allocated* are bytes of live tensors in torch's allocator, *reserved* all that the allocator holds, *process*
 memory both that and GPU memory outside the allocator. Expected is what a run is predicted to need; it may need less or

@@ -1,4 +1,4 @@
-"""Lines of a report that explain the predicted peak: what is alive, its bytes, and the page that has their formula."""
+"""Lines of a report that explain the peak: what is alive, bytes, page of the docs."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`Unknown`: what a prediction cannot know, as bytes below and above what is expected; together they make a `Span`.
+"""`Unknown`: what a prediction cannot know, as bytes below and above what is expected.
 
 Explained in docs/concepts/allocator.md, with the sources of the figures.
 """

@@ -1,1 +1,1 @@
-"""Models before adaptation: their sources, structure, parameter counts and choice of what trains; the catalog."""
+"""Models before adaptation: sources, structure, parameter counts, choice of what trains; the catalog."""

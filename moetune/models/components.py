@@ -1,4 +1,4 @@
-"""Component of each parameter (`attention`, `experts`, `norm`, …), by the parameter's position in the module tree.
+"""Component of each parameter (`attention`, `experts`, `norm`, …), by its position in the module tree.
 
 Routers and experts are found by structure (moe.py). All other parameters are classified by the class and the name of
 the modules around them, for example an `nn.Embedding`, a norm class, or `self_attn` or `mlp` inside a layer. Parameters

@@ -1,4 +1,4 @@
-"""`refuse_unrunnable`: run a model's forward pass without values, to find settings of its config.json that do not fit.
+"""`refuse_unrunnable`: a forward pass without values finds settings of config.json that do not fit.
 
 What a configuration divides by, splits at and chooses among shows only when the model runs. Here a copy of it, with one
 of identical layers and without experts, runs on fake tensors, in some hundredths of a second. All problems of shapes

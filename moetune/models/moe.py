@@ -1,4 +1,4 @@
-"""Layers with routed experts, recognized by their modules: experts' shape and layout, router, experts per token.
+"""Layers with routed experts, recognized by their modules: shape and layout, router, top_k.
 
 transformers decorates expert modules with `use_experts_implementation`, which sets layout flags on them. Experts are
 recognized by these flags alone, because the names of config fields vary between models. Modules without them that

@@ -1,4 +1,4 @@
-"""Parameter counts of a model: total, active per token, by component, by layer and per expert."""
+"""Parameter counts of a model: total, active, by component, layer and expert."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""Routers: finding their logits, and whether routing weights are a softmax or a sigmoid of the logits.
+"""Routers: where their logits are, and whether routing weights are their softmax or sigmoid.
 
 Shapes: T tokens, K experts per token, E experts, H hidden size.
 """

@@ -1,4 +1,4 @@
-"""`select`: apply the `adapt:` section to a model's structure; `Selection`: which parameters and experts train."""
+"""`select`: apply `adapt:` to a model's structure; `Selection`: which parameters and experts train."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A transformers model's decoder stack and layers: `leave_out` skips layers, `made_alike` says which are identical."""
+"""A model's decoder stack and layers: `leave_out` skips layers, `made_alike` says which are identical."""
 
 import copy
 from collections.abc import Collection, Hashable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""`read_structure`: a causal language model's parameters, linear layers and expert layers, read from its modules.
+"""`read_structure`: a model's parameters, linear layers and expert layers, read from its modules.
 
 Only shapes are read, so the model may be on the meta device. Dense models are supported as well.
 """

@@ -1,4 +1,4 @@
-"""Tied weights, two names of one tensor: whether a checkpoint's files hold apart what its configuration ties.
+"""Tied weights: whether a checkpoint's files hold apart what its configuration ties.
 
 transformers ties the LM head to the embedding where the configuration says so (`tie_word_embeddings`), unless the files
 hold both with different values: then it keeps both. PEFT's merge of a tied model leaves such files, for example.

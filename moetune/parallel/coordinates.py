@@ -1,4 +1,4 @@
-"""A rank's coordinates on the axes of `parallel:`, and the sizes of its groups; without torch."""
+"""A rank's coordinates on the axes of `parallel:`, and group sizes; without torch."""
 
 from dataclasses import dataclass
 from math import gcd

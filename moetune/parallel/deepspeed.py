@@ -1,4 +1,4 @@
-"""The DeepSpeed engine (ZeRO-1, 2, 3 and ZeRO-Offload), driven by moetune's own training steps.
+"""The DeepSpeed engine (ZeRO-1, 2, 3, ZeRO-Offload), driven by moetune's own steps.
 
 Only this file and compat/deepspeed.py, which has its private interfaces, import deepspeed. DeepSpeed averages gradients
 over ranks. Here each rank's loss is its share of the step's loss, so gradients must be summed; the loss is therefore

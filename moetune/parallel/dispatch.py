@@ -1,4 +1,4 @@
-"""Expert parallelism: sends token rows to the ranks that store their experts, and the results back.
+"""Expert parallelism: token rows go to the ranks that store their experts, results return.
 
 The rows are exchanged in an all-to-all, as in transformers' `AllToAllEP`. Unlike there, an expert may be on any rank, a
 prediction can replace the send and receive counts, and experts run even if they receive no rows.

@@ -1,4 +1,4 @@
-"""Distribution of a model over ranks: attention matrices split by tensor parallelism, weights sharded by FSDP2.
+"""Distribution of a model over ranks: attention split by tensor parallelism, weights sharded by FSDP2.
 
 Gradients are summed over ranks, never averaged: a rank's loss is its share of the step's loss
 (training/step/micro_step.py).

@@ -1,4 +1,4 @@
-"""Turns this process into a rank of a run: with the other ranks' processes, or alone for a prediction."""
+"""This process as a rank: with the other ranks' processes, or alone for a prediction."""
 
 import ctypes
 import logging

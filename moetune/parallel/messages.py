@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in each torch.distributed collective, read from the dispatched operation."""
+"""Bytes that a rank sends in each torch.distributed collective, from the dispatched operation."""
 
 import typing
 from dataclasses import dataclass

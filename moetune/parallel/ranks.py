@@ -1,4 +1,4 @@
-"""`Ranks`: this process's rank in a run, its device meshes and its collective operations."""
+"""`Ranks`: this process's rank, its device meshes and collective operations."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

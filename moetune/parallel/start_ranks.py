@@ -1,4 +1,4 @@
-"""Starts one process per rank on this machine, and reports the first rank that fails; without importing torch."""
+"""Start a process per rank on this machine, report the first that fails; without torch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`remedies`: savings (savings.py) with which a run that ran out of memory would have fitted."""
+"""`remedies`: savings with which a run that ran out of memory would have fitted."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The machine at hand: its GPU and the memory that is free (`card_at_hand`); commands that it cannot hold."""
+"""This machine's GPU and the memory that is free (`card_at_hand`); commands that it cannot hold."""
 
 from collections.abc import Callable
 from dataclasses import replace

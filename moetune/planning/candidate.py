@@ -1,4 +1,4 @@
-"""`Candidate`: the largest run of a strategy that fits a GPU, as a search finds it and a plan shows it."""
+"""`Candidate`: the largest run of a strategy that fits a GPU, as a plan shows it."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""`moetune compare`: the predicted memory of several runs on several GPUs, a row for each run on each GPU."""
+"""`moetune compare`: predicted memory of several runs on several GPUs, a row for each pair."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

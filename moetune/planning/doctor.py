@@ -1,4 +1,4 @@
-"""`moetune doctor`: checks of this machine (packages, CUDA, GPUs, host memory) and of a run file on it."""
+"""`moetune doctor`: checks of this machine (packages, CUDA, GPUs, memory) and of a run file."""
 
 import os
 import sys

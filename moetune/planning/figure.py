@@ -1,4 +1,4 @@
-"""The chart of a plan: each candidate's GPU memory against its estimated speed or its trainable weights."""
+"""The chart of a plan: each candidate's memory against its speed or trainable weights."""
 
 from functools import partial
 

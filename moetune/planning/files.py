@@ -1,4 +1,4 @@
-"""Write the candidates of a plan as commented run files, which `moetune train` accepts unchanged."""
+"""A plan's candidates as commented run files, which `moetune train` accepts."""
 
 import os
 import re

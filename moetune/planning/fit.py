@@ -1,4 +1,4 @@
-"""`last_that_fits`: the one search for how large a run may be, over sizes with which memory grows about linearly.
+"""`last_that_fits`: the one search for how large a run may be, over sizes.
 
 A prediction takes about a second, so few are made: a straight line through two of them says where memory reaches the
 card's size, and the next prediction is made there, until a size that fits is known beside one that does not.

@@ -1,4 +1,4 @@
-"""Build a run's configuration from a model's name and options, as in `moetune predict MODEL --lora 16`."""
+"""A run's configuration from a model's name and options, as `moetune predict MODEL --lora 16`."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`moetune plan MODEL`: the largest run of each strategy that fits a GPU, ranked; or the run that nearly fits."""
+"""`moetune plan MODEL`: the largest run of each strategy that fits, ranked; or what nearly fits."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""`moetune predict`: settle what `auto` leaves open, predict the run, and say what would make it fit if it does not."""
+"""`moetune predict`: settle `auto`, predict the run, say what would make it fit."""
 
 from dataclasses import replace
 from itertools import islice

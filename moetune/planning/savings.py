@@ -1,4 +1,4 @@
-"""Changes of a run file that save memory, mildest first (`savings`), and those with which a run fits (`fitting`)."""
+"""Changes of a run file that save memory, mildest first (`savings`); those that suffice (`fitting`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`Search`: the largest run of each strategy that fits a GPU: most experts or highest rank, then most rows at once.
+"""`Search`: a strategy's largest run that fits: most experts or highest rank, then most rows.
 
 Every prediction is a trace of about a second, so few are made: of the strategies that could be the most useful, only
 the one that saves most memory is searched; for the others a single run tells whether they train as much.

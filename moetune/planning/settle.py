@@ -1,5 +1,5 @@
-"""`settled`: what takes the memory that is left, in place of `auto` in `train.checkpointing`, `keep_rows`,
-`layer_by_layer` and `expert_memory`."""
+"""`settled`: what `auto` stands for in `checkpointing`, `keep_rows`, `layer_by_layer` and `expert_memory`, by memory
+left."""
 
 import torch
 

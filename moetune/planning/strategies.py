@@ -1,4 +1,4 @@
-"""The strategies that a plan tries for each goal: settings of storage, optimizer and checkpointing, best first.
+"""The strategies that a plan tries for each goal: storage, optimizer, checkpointing, best first.
 
 A strategy does not say how many experts train, with what rank, or on how many rows: search.py finds the largest values
 that fit.

@@ -1,4 +1,4 @@
-"""Plans and comparisons as tables and sentences, for the terminal and the HTML page."""
+"""Plans and comparisons as tables and sentences, for terminal and HTML."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Notes on stderr (`note: …`), and consoles and streams that escape the control characters in data."""
+"""Notes on stderr (`note: …`); streams that escape control characters in data."""
 
 import logging
 import os

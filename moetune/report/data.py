@@ -1,4 +1,4 @@
-"""View of `moetune data`: example records with the tokens that carry loss, and statistics of a data set."""
+"""View of `moetune data`: records with the tokens that carry loss, and statistics."""
 
 from collections.abc import Iterator
 from typing import Any

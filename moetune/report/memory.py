@@ -1,4 +1,4 @@
-"""View of a `MemoryReport`: verdict, summary sentences, and tables of parts, ranks, terms and time."""
+"""View of a `MemoryReport`: verdict, summary, tables of parts, ranks, terms and time."""
 
 import shlex
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Charts of a `MemoryReport`: bars of each rank's peak against the GPU, and a timeline of one step."""
+"""Charts of a `MemoryReport`: each rank's peak against the GPU, timeline of a step."""
 
 from collections.abc import Iterable
 

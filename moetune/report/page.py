@@ -1,4 +1,4 @@
-"""Views and charts as HTML pages: a single file that loads nothing from elsewhere and runs no scripts."""
+"""Views and charts as an HTML page: one file, no scripts, nothing loaded from elsewhere."""
 
 from collections.abc import Sequence
 from pathlib import Path

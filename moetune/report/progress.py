@@ -1,4 +1,4 @@
-"""Progress on stderr (reading weights, counting items, training): bars on a terminal, else lines."""
+"""Progress on stderr (reading weights, counting items, training): bars or lines."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping

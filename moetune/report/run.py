@@ -1,4 +1,4 @@
-"""Tables and charts of a run: memory against prediction, trained parameters, expert load, routing drift."""
+"""Tables and charts of a run: memory, trained parameters, expert load, routing drift."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""`show`: prints views, sections and tables on a terminal, readable from 80 columns up."""
+"""`show`: prints views, sections and tables on a terminal of 80 columns or more."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

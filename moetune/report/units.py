@@ -1,4 +1,4 @@
-"""Formatting of bytes, percentages, estimated ranges and hours as text, in one place for all commands."""
+"""Bytes, percentages, estimated ranges and hours as text, for all commands."""
 
 from moetune.memory.time.estimate import Duration, Range
 

@@ -1,4 +1,4 @@
-"""`View`, `ViewSection`, `Table`: a command's answer as data, which terminal.py prints and page.py writes as HTML."""
+"""`View`, `ViewSection`, `Table`: an answer as data, for terminal.py and page.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

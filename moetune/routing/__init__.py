@@ -1,1 +1,1 @@
-"""Expert routing on a data set: score experts, choose experts by score, compare routing before and after a run."""
+"""Expert routing on a data set: score experts, choose by score, compare before and after."""

@@ -1,4 +1,4 @@
-"""Read the data sets for `moetune score` and `moetune drift`: tokenized rows in a seeded random order."""
+"""Data sets of `moetune score` and `drift`: tokenized rows in a seeded random order."""
 
 import hashlib
 import sys

@@ -1,4 +1,4 @@
-"""`moetune drift`: route held-out data before and after training, and compare which experts receive the tokens.
+"""`moetune drift`: which experts receive held-out tokens before and after training.
 
 Before is the model that training started from, with `adapt.start_from` if set; after is the checkpoint that `open_run`
 chooses. Both compute in the same precision. Only tokens that carry loss are compared, whose next token counts in the

@@ -1,4 +1,4 @@
-"""`moetune score --predict`: predict the peak memory of scoring from a trace of its forward pass."""
+"""`moetune score --predict`: the peak memory of scoring, traced."""
 
 from moetune.memory.commands.forward import predict_forward
 from moetune.memory.report import MemoryReport

@@ -1,4 +1,4 @@
-"""`moetune score`: one forward pass over data sets that counts what each expert receives; it can be interrupted.
+"""`moetune score`: a forward pass over data sets counts what each expert receives; resumes.
 
 For each expert, its tokens, routing weights and REAP score (mean of routing weight × norm of the expert's output, arXiv
 2510.13999) are recorded, and how often it is chosen together with each other expert. The model computes as in training:

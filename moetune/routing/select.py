@@ -1,4 +1,4 @@
-"""`moetune select`: put a choice of experts into a run file; find how many experts fit a memory budget."""
+"""`moetune select`: put a choice of experts into a run file, or as many as fit a budget."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,1 +1,1 @@
-"""From a run file to a `ResolvedRun`: the model, what trains, precisions, ranks, and every check without weights."""
+"""From a run file to a `ResolvedRun`: model, what trains, precisions, ranks, checks without weights."""

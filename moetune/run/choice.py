@@ -1,4 +1,4 @@
-"""Choices of experts by recorded scores: `from:` under `adapt.experts` or `adapt.lora.ids` becomes a list of ids.
+"""Choices of experts by scores: `from:` under `adapt.experts` or `adapt.lora.ids` becomes ids.
 
 Scores are the statistics that `moetune score` records (scores.py). The experts of each layer are ranked separately, by
 the tokens that carry loss, whose next token counts in the training loss (docs/concepts/choosing-experts.md).

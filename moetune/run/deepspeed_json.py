@@ -1,4 +1,4 @@
-"""Configuration for `deepspeed.initialize`: settings of the run file, merged with the user's own JSON file.
+"""Configuration for `deepspeed.initialize`: the run file's settings and the user's JSON.
 
 Nothing here imports torch or deepspeed, so a run file can be refused before anything is loaded.
 """

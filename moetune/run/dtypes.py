@@ -1,4 +1,4 @@
-"""Names of dtypes in a run file (`bf16`, `fp16`, `fp32`), kinds of devices, and the value of `model.dtype: auto`."""
+"""Dtypes in a run file (`bf16`, `fp16`, `fp32`), kinds of devices, `model.dtype: auto`."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""What each decoder layer saves for backward, as `train.checkpointing` and `train.keep_rows` say: it *keeps* that."""
+"""What each decoder layer keeps for backward, by `train.checkpointing` and `train.keep_rows`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal

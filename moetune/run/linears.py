@@ -1,4 +1,4 @@
-"""Linear layers outside of experts: those stored in the precision `model.base`, and how `parallel.tp` splits them."""
+"""Linear layers outside of experts: those in the precision `model.base`, their split by `parallel.tp`."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""`train.loss_memory: auto`: bound the bytes of logits by those that the last layer's experts will take in backward.
+"""`train.loss_memory: auto`: logits take at most what the last layer's experts will.
 
 At the loss, as in that backward, all saved activations are alive, so a loss within these bytes does not raise the peak
 of the step. To be safe, only the largest tensors of the backward are counted.

@@ -1,4 +1,4 @@
-"""`train.merge_into`: which weights `export --into` rounds, and whether a run can train with them rounded."""
+"""`train.merge_into`: which weights `export --into` rounds, whether a run can train for it."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Names of trained parameters in the adapted model, and each name's part (`router`, `experts`, `lora`, `other`).
+"""Names of trained parameters, and each name's part (`router`, `experts`, `lora`, `other`).
 
 | part | parameter | name |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Placement of experts on the ranks of `parallel.ep`, balanced by trained parameters and by load.
+"""Placement of experts on the ranks of `parallel.ep`, balanced by parameters and load.
 
 Every rank holds the same number of a layer's experts, so frozen experts take equal memory. Experts are placed by
 decreasing cost, each on the rank with the lowest cost so far over all layers: longest processing time first (Graham,

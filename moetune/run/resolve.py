@@ -1,4 +1,4 @@
-"""`resolve`: build a run file's model on the meta device, check all settings, and return a `ResolvedRun`."""
+"""`resolve`: a run file's model on the meta device, all settings checked, a `ResolvedRun`."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`ResolvedRun` and `ResolvedModel`: a run file together with the model it applies to, the input of every command.
+"""`ResolvedRun` and `ResolvedModel`: a run file with its model, the input of every command.
 
 The resolved run file itself (`ResolvedConfig`, values without torch) is in config/resolved.py.
 """

@@ -1,4 +1,4 @@
-"""Format and reader of `scores.json`, the routing statistics of a model on data sets, from `moetune score`.
+"""Format and reader of `scores.json`, a model's routing statistics on data sets.
 
 Shapes, for one layer: E experts, K experts per token, T tokens.
 """

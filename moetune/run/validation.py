@@ -1,4 +1,4 @@
-"""Checks of a run file's settings against its model, its ranks and each other, without weights, data or processes.
+"""Checks of settings against the model, ranks and each other, without weights or data.
 
 Each function yields one line for each problem; `resolve` raises all of them together in one `UserError`.
 """

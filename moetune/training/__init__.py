@@ -1,1 +1,1 @@
-"""Training: the loop, its metrics and warnings; the packages below have data, steps, optimizers and run folders."""
+"""Training: loop, metrics and warnings; packages for data, steps, optimizers, run folders."""

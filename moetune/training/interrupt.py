@@ -1,4 +1,4 @@
-"""Record Ctrl-C and SIGTERM, for the loop to save a checkpoint after the current step; a second one ends at once."""
+"""Ctrl-C and SIGTERM: the loop saves after the current step; a second one ends at once."""
 
 import os
 import signal

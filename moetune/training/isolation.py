@@ -1,4 +1,4 @@
-"""Test that a model keeps packed documents apart: some models do not, and transformers does not report it.
+"""Test that a model keeps packed documents apart, which transformers does not report.
 
 Documents packed into one row must not affect each other. transformers keeps them apart by a block-diagonal mask, made
 from `position_ids`, and this works only if all of the following holds:

@@ -1,4 +1,4 @@
-"""The order of training rows: which rows each rank trains on in each step of an epoch.
+"""The order of training rows: which rows each rank trains on in each step.
 
 An epoch has each row once, in an order drawn from the seed and the epoch. The order is cut into micro-batches of B
 rows, and a step takes the next A of them. With D ranks that see different data, each rank takes every D-th micro-batch,

@@ -1,4 +1,4 @@
-"""Preview of a run's data: the first documents token by token, statistics, and the steps of an epoch."""
+"""Preview of a run's data: first documents token by token, statistics, an epoch's steps."""
 
 from collections.abc import Collection
 from math import ceil

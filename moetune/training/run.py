@@ -1,4 +1,4 @@
-"""`moetune train`: check all input before files are written, print what will run, build the model, run the loop."""
+"""`moetune train`: check all input, print what will run, build the model, run the loop."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Refuse to resume or export a run whose settings, training data, tokenizer or base's config.json have changed."""
+"""Refuse to resume or export a run whose settings, data, tokenizer or base changed."""
 
 import hashlib
 import secrets

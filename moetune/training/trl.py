@@ -1,4 +1,4 @@
-"""Adapted models in TRL's trainers: the model with its reference, and the arguments that keep what a run file sets."""
+"""Adapted models in TRL's trainers: the reference, and arguments for what a run file sets."""
 
 import json
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Training under observation: progress, memory measured beside its prediction, a report when memory runs out."""
+"""Training observed: progress, memory beside its prediction, a report when memory runs out."""

@@ -1,4 +1,4 @@
-"""`MemoryRecord`: measure the memory of a run's first steps, and write it beside the prediction to `memory.json`."""
+"""`MemoryRecord`: the memory of a run's first steps beside the prediction, as `memory.json`."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The report of a run that ran out of memory: actual beside predicted memory, largest tensors, remedies."""
+"""The report of a run out of memory: actual beside predicted, largest tensors, remedies."""
 
 import os
 from collections.abc import Iterator, Sequence

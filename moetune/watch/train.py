@@ -1,4 +1,4 @@
-"""`moetune.train`, the Python API: call training/run.py with a `Watch` that shows progress and records memory."""
+"""`moetune.train`, the Python API: training/run.py with a `Watch` for progress and memory."""
 
 import gc
 from collections.abc import Callable, Mapping

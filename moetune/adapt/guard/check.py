@@ -1,4 +1,4 @@
-"""Disable the kernels that do not work on this machine: by comparing them before a run, or from earlier comparisons.
+"""Disable kernels that do not work on this machine, by a comparison before a run or an earlier one.
 
 What failed is on disk, in one file for each card and its software, by the sizes that were compared.
 """

@@ -1,1 +1,1 @@
-"""Layers computed by fewer kernels, or with less memory, than by transformers' code; each is an autograd function."""
+"""Layers computed by fewer kernels or with less memory than by transformers; each an autograd function."""

@@ -1,4 +1,4 @@
-"""Fused RMS norms: one kernel forward and one backward, where transformers' code launches eight or more.
+"""Fused RMS norms: one kernel forward and one backward.
 
     y = w · x · rstd,   rstd = (mean(x²) + ε)^(-½)      dx = rstd · (w·dy − x · rstd² · mean(w·dy·x))
 

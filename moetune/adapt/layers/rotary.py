@@ -1,4 +1,4 @@
-"""Rotary position embedding, together with the norms of queries and keys, by one kernel forward and one backward.
+"""Rotary position embedding with the norms of queries and keys: one kernel forward, one backward.
 
 transformers' code launches five kernels to rotate queries, five to rotate keys and nine each for their gradients, all
 of which read and write whole tensors. kernels/rotary.py has the formulas. The backward pass keeps the queries

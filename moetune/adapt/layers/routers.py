@@ -1,4 +1,4 @@
-"""Softmax routers by two kernels: one forward, after the product of weight and hidden states, and one backward.
+"""Softmax routers by two kernels, one forward and one backward.
 
 transformers' code launches seven kernels from the logits to the weights, and thirteen for their gradient.
 kernels/routing.py has the formulas. The backward pass keeps the logits in their dtype, and the ids.

@@ -1,1 +1,1 @@
-"""Continue from earlier results (`adapt.start_from`): load an adapter or a delta into an adapted model."""
+"""`adapt.start_from`: load an adapter or a delta into an adapted model."""

@@ -1,4 +1,4 @@
-"""Load a delta, full-precision weights under the base checkpoint's tensor names, into an adapted model.
+"""Load a delta, full-precision weights under the base's tensor names, into an adapted model.
 
 Every tensor of the delta must be needed for a parameter that trains. Parameters that train and are not in the delta
 keep their initial values: the base model's, or freshly drawn LoRA factors.

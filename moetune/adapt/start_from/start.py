@@ -1,4 +1,4 @@
-"""Open `adapt.start_from`, a PEFT adapter or a delta: check it before any weight is loaded, load it afterwards."""
+"""Open `adapt.start_from`: check it before any weight is loaded, load it afterwards."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Load weights (checkpoint, quantized base or random), and quantize the frozen ones while they are read."""
+"""Load weights (checkpoint, quantized base or random) and quantize the frozen ones on the way."""

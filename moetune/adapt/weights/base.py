@@ -1,4 +1,4 @@
-"""Record which checkpoint the frozen weights were read from, by name and fingerprint, and compare it later.
+"""The checkpoint that frozen weights were read from: record its name and fingerprint, compare later.
 
 The fingerprint (models/hub/fingerprint.py) consists of the names, dtypes and shapes of the tensors and the SHA-256 of
 each weight file.

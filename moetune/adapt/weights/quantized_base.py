@@ -1,4 +1,4 @@
-"""File format of a quantized base: write the folder, check it, and read it into a model.
+"""File format of a quantized base: write, check, and read it into a model.
 
 A quantized base is a checkpoint with weights that `moetune quantize` has quantized, so that loading takes a fraction of
 the time. The folder has one safetensors file for each layer's experts, `rest.safetensors` for all other tensors, the

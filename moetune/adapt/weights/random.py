@@ -1,4 +1,5 @@
-"""Draw random weights module by module, quantizing as it goes, so the model in 16 bits need not fit in memory."""
+"""Draw random weights module by module, quantizing on the way. The model in 16 bits need not fit in
+memory."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Load a checkpoint with transformers alone, unquantized, and check that all tensors were used."""
+"""Load a checkpoint with transformers alone, unquantized; check that all tensors were used."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

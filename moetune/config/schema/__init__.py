@@ -1,4 +1,4 @@
-"""`RunConfig` and its sections: every key of a run file with its type, default and checks.
+"""`RunConfig` and its sections: every key with its type, default and checks.
 
 One file for each section; run.py has the checks of one section against another. Nothing here imports torch.
 """

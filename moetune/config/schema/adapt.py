@@ -1,4 +1,4 @@
-"""`adapt:` of a run file: routers, experts, LoRA and other parameters that train, and choices of experts by scores."""
+"""`adapt:` of a run file: routers, experts, LoRA and other parameters that train; choices by scores."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""`model:` of a run file, and the formats in which frozen weights are stored."""
+"""`model:` of a run file, and the formats that frozen weights are stored in."""
 
 from typing import Annotated, Any, Literal, cast, get_args
 

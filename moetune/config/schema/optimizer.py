@@ -1,4 +1,4 @@
-"""`optimizer:` of a run file: one optimizer, or one for each part that trains."""
+"""`optimizer:` of a run file: one, or one for each part that trains."""
 
 import typing
 from typing import Annotated, Any, Literal

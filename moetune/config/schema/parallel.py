@@ -1,4 +1,4 @@
-"""`parallel:` and `hardware:` of a run file: ranks, and the GPUs that memory is predicted for."""
+"""`parallel:` and `hardware:` of a run file: ranks, and the GPUs to predict for."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""`RunConfig`: a whole run file, and the checks that sections make of each other."""
+"""`RunConfig`: a whole run file, and checks between sections."""
 
 import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator

@@ -1,4 +1,4 @@
-"""`Section`, the base of every section of a run file: immutable, without unknown keys."""
+"""`Section`, the base of every section: immutable, without unknown keys."""
 
 from typing import Any, Self
 

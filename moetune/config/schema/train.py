@@ -1,4 +1,4 @@
-"""`train:` of a run file: the training loop, and what layers keep for backward."""
+"""`train:` of a run file: the training loop, what layers keep for backward."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,1 +1,1 @@
-"""The formats of an export: a writer of each, and the new values of trained tensors that they write."""
+"""A writer for each export format, and the new values of trained tensors."""

@@ -1,4 +1,4 @@
-"""`write_delta`: export only the tensors that trained in full precision, under the base checkpoint's names.
+"""`write_delta`: only the tensors that trained in full precision, under the base's names.
 
 A tensor that trained is written even if its values equal the base's. models/hub/delta_folder.py describes the files.
 """

@@ -1,4 +1,4 @@
-"""`write_merged`: export a whole checkpoint, the base with the trained values in it; `copy_checkpoint`.
+"""`write_merged`: a whole checkpoint, the base with the trained values; `copy_checkpoint`.
 
 Each file of the base is copied byte for byte, then the trained rows are overwritten in place. All other bytes stay
 equal to the base's, and only one expert, or one block of a tensor, is in memory at a time. A base that is published in

@@ -1,4 +1,4 @@
-"""`write_rounded`: a merged checkpoint in FP8, NVFP4, MXFP4 or INT4, and how much of the training survives.
+"""`write_rounded`: a merged checkpoint in a quantized format, and how much of the training survives.
 
 A base that is published in the format is copied byte for byte, and the tensors that trained are rounded again, under
 the same names. Of any other base, experts and linear layers of the decoder are rounded, and all else is in 16 bits.

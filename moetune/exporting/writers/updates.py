@@ -1,4 +1,4 @@
-"""`Update`: the new value of a parameter that trained, and the tensors of the base checkpoint that store the parameter.
+"""`Update`: a trained parameter's new value, and the base checkpoint's tensors that store it.
 
 Every trained parameter has an update, even one whose values equal the base's. The plain model is the one that
 transformers builds.

@@ -1,1 +1,1 @@
-"""Predictors of what is not a step of `moetune train`: forward passes, quantizing, moving tensors; training by TRL."""
+"""Predictors of commands other than `train` (forward passes, quantizing, moving tensors), and of TRL."""

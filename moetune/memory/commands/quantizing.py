@@ -1,4 +1,4 @@
-"""`moetune quantize --predict`: the memory of quantizing a checkpoint, by its own code on fake tensors."""
+"""`moetune quantize --predict`: the memory of quantizing, by its own code on fake tensors."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`predict_trl`: the memory report of a run in one of TRL's trainers, traced from that trainer's own steps."""
+"""`predict_trl`: the memory of a run in a TRL trainer, traced from that trainer's steps."""
 
 from collections.abc import Mapping
 from dataclasses import replace

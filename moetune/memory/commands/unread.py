@@ -1,4 +1,4 @@
-"""`unread`: a checkpoint's tensors, read without values; `report_of`: the memory of a command that only moves tensors.
+"""`unread`: a checkpoint's tensors without values; `report_of`: memory of commands that only move tensors.
 
 `quantize` and `export` run no step: they read tensors, convert them, and write them. Here their own code runs on fake
 tensors, which `unread` gives them in place of a file's. On a GPU, a tensor is first read into host memory.

@@ -1,1 +1,1 @@
-"""Memory of CUDA kernels for traces on fake CPU tensors: choice of the attention kernel, and workspaces."""
+"""Memory of CUDA kernels in traces on fake CPU tensors: attention kernel, workspaces."""

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention on fake CPU tensors by the operator that torch would choose on a given GPU.
+"""Scaled dot-product attention on fake tensors, by the operator that torch chooses on a GPU.
 
 Torch chooses one of four operators for each call (cuDNN, flash, memory-efficient, math). They save and allocate
 different memory, and only math has tensors of S². The rules are those of torch 2.11 to 2.13, built as its PyPI wheels

@@ -1,4 +1,4 @@
-"""Workspaces that CUDA kernels allocate and free within one operation, in bytes; not cuBLAS's, which stays allocated.
+"""Workspaces that CUDA kernels allocate and free within an operation; not cuBLAS's.
 
 memory/rank_memory.py adds cuBLAS's (`cublas_workspace` in gpus.yaml), which is allocated once for each thread. Here
 sizes are as requested from the allocator, before rounding. All workspaces of an operation are alive at once, beside its

@@ -1,1 +1,1 @@
-"""Real steps on this machine beside their prediction, and what a device holds when its memory runs out."""
+"""Real steps beside their prediction, and what a device holds when memory runs out."""

@@ -1,4 +1,4 @@
-"""Contents of a device that ran out of memory: live storages, their owners, and other processes on the GPU.
+"""What a device holds that ran out of memory: live storages, owners, other processes.
 
 The storages are read from CUDA's caching allocator before it raises its error, because the operands of the failed
 operation are freed while the error propagates.

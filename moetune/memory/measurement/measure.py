@@ -1,4 +1,4 @@
-"""Real training steps with random weights: measured peak memory, speed and expert load, without a prediction."""
+"""Real training steps with random weights: peak memory, speed and expert load."""
 
 import time
 from dataclasses import dataclass, field

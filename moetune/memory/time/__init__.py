@@ -1,1 +1,1 @@
-"""Time of a training step: its operations' work counted in a trace, and estimated seconds on a GPU."""
+"""Time of a training step: work counted in a trace, seconds estimated for a GPU."""

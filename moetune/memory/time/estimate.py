@@ -1,4 +1,4 @@
-"""The seconds of a step on a GPU, from its work and the card's data sheet, as a range from a fast to a slow end.
+"""Seconds of a step, from its work and the card's data sheet, as a range.
 
     card  = (F16 / P16 + F32 / P32 + B / M) / REACHED      seconds that the card computes
     host  = launches · LAUNCH + own launches · (OWN_LAUNCH - LAUNCH)      seconds that the host takes to ask for it

@@ -1,4 +1,4 @@
-"""Work of single GPU operations: FLOPs, bytes moved and launches, from an operator's arguments.
+"""Work of a GPU operation: FLOPs, bytes moved, launches, from its arguments.
 
 FLOPs are counted for matrix products and attention, with the formulas of `torch.utils.flop_counter`; causal attention
 counts as half. Bytes are those of the inputs and outputs, each read or written once and caches ignored; an operation

@@ -1,4 +1,4 @@
-"""The trace: run the trainer's own steps on fake or real tensors and record every storage."""
+"""The trace: the trainer's own steps on fake or real tensors, every storage recorded."""
 
 from moetune.memory.trace.steps import Steps, batches_of, vocabulary_of
 from moetune.memory.trace.tracing import NotTraceable, trace

@@ -1,4 +1,4 @@
-"""`generate_ends`: the passes of transformers' `generate` for its first and last tokens, on fake or real tensors."""
+"""`generate_ends`: passes of transformers' `generate` for its first and last tokens."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Record types of a trace: the log of storages allocated and freed, phases, layer boundaries and messages."""
+"""Record types of a trace: storages allocated and freed, phases, layer boundaries, messages."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

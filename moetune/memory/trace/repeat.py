@@ -1,4 +1,4 @@
-"""Expansion of a shortened model's log into the allocations and releases of the whole model.
+"""Expansion of a shortened model's log into that of the whole model.
 
 Each decoder layer that ran has one stretch of the log in every forward and every backward pass: from the end of the
 layer before it to its own end. The expansion writes one stretch for each layer of the whole model, that of the layer

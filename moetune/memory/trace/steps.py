@@ -1,4 +1,4 @@
-"""`Steps`: run training steps under a tracker, on fake or real tensors, and make the batches for them."""
+"""`Steps`: run training steps under a tracker, on fake or real tensors; their batches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

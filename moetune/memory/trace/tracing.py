@@ -1,4 +1,4 @@
-"""`trace`: run a run's first steps on fake tensors, without weights, data or GPU, and record every storage.
+"""`trace`: a run's first steps on fake tensors, without weights, data or GPU.
 
 The model comes from the same `build` as in training, and step and optimizer are the trainer's own code. Only the number
 of tokens that each expert receives is assumed (`routing`), because shapes depend on it and fake tensors have no values.

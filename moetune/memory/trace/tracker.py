@@ -1,4 +1,4 @@
-"""`Tracker`: a dispatch mode that records when each storage is allocated and freed, for real and fake tensors.
+"""`Tracker`: a dispatch mode that records when each storage is allocated and freed.
 
 A storage counts as allocated when an operation first returns a tensor on it, and as freed when nothing refers to it any
 more. A dispatch mode cannot observe what a kernel allocates and frees while it runs; for CUDA kernels the tracker adds

@@ -1,4 +1,4 @@
-"""`Trace`: results read from a log of storages: peak, bytes by part, timeline, input of the allocator simulation."""
+"""`Trace`: what a log says: peak, bytes by part, timeline, input of the allocator simulation."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping

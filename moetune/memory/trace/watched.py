@@ -1,4 +1,4 @@
-"""`Watched`: registers a model's tensors, layer boundaries and expert groups with a tracker; labels for reports."""
+"""`Watched`: registers a model's tensors, layer boundaries and expert groups with a tracker."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Catalog of known models: configurations and published parameter counts as JSON files; figures of GPUs.
+"""Catalog: known models' configurations and published parameter counts (JSON); figures of GPUs.
 
 Nothing here needs torch, transformers or a network. Each file `models/<name>.json` holds a model's `config.json` and
 its published parameter count with the source (docs/reference/catalog.md).

@@ -1,4 +1,4 @@
-"""Catalog of GPUs: memory, memory that CUDA takes of it, and speed, from `gpus.yaml`. Read without torch.
+"""Catalog of GPUs: memory, what CUDA takes of it, and speed, from `gpus.yaml`. Read without torch.
 
 Every figure in the file names its source (docs/reference/gpus.md).
 """

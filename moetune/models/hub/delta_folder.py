@@ -1,4 +1,4 @@
-"""Format and reader of a delta: the tensors that trained in full precision, `delta.safetensors`, and `manifest.json`.
+"""Format and reader of a delta: tensors trained in full precision, and `manifest.json`.
 
     {"format": "delta", "base": {"name", "fingerprint"}, "sha256": SHA-256 of delta.safetensors,
      "slices": {tensor: [expert, …]}, "step", "run", "selection", …}

@@ -1,4 +1,4 @@
-"""Fingerprint of a checkpoint: the name, shape and dtype of every tensor, and the SHA-256 of every weight file.
+"""Fingerprint of a checkpoint: every tensor's name, shape and dtype, every weight file's SHA-256.
 
 Two checkpoints with equal fingerprints have the same weights.
 """

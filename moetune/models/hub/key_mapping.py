@@ -1,4 +1,4 @@
-"""Key mappings: the checkpoint tensors that each model parameter is made of, and conversion in both directions.
+"""Key mappings: the checkpoint tensors that make each model parameter, in both directions.
 
 When transformers loads a checkpoint, it renames tensors and merges some (an expert's w1 and w3 into rows of
 `gate_up_proj`). Here the same rules are applied to the tensor names of a given checkpoint, so every layout that

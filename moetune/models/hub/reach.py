@@ -1,4 +1,4 @@
-"""Check, within three seconds, whether the Hugging Face hub can be reached; its clients retry for most of a minute."""
+"""Check, within three seconds, whether the Hugging Face hub can be reached. Its clients retry for most of a minute."""
 
 import socket
 from contextlib import suppress

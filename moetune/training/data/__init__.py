@@ -1,1 +1,1 @@
-"""Training data: read files and data sets, tokenize their records, lay the tokens out in sequences."""
+"""Training data: read files and data sets, tokenize records, lay tokens out in sequences."""

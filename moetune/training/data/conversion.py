@@ -1,4 +1,4 @@
-"""Conversion of the records of other programs to chats or prompts, and checks of a chat's messages.
+"""Records of other programs converted to chats or prompts; checks of messages.
 
 Alpaca    {"instruction": .., "input": .., "output": ..}           in some files also "system" and "history"
 OpenOrca  {"system_prompt": .., "question": .., "response": ..}

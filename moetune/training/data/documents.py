@@ -1,4 +1,4 @@
-"""Tokenized documents and rows stored in memory-mapped temporary files, so that a data set may exceed memory.
+"""Tokenized documents and rows in memory-mapped temporary files. A data set may exceed memory.
 
 The files are unnamed, so the operating system removes them when the process ends, even if it is killed.
 """

@@ -1,4 +1,4 @@
-"""Load the data of a run: read, check and tokenize what the `data:` section names, and lay it out in sequences."""
+"""A run's data: read, check and tokenize what `data:` names, lay it out."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Lay documents out in sequences: packed into sequences of a fixed length, or one document per sequence.
+"""Documents laid out in sequences: packed to a fixed length, or one each.
 
 A document longer than a sequence is cut into segments. Each segment after the first begins with the last token of the
 preceding segment, as context without a loss. So every token except a document's first is predicted exactly once, and

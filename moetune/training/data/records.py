@@ -1,4 +1,4 @@
-"""Tokenize all records of a source into documents, and summarize the records that cannot be used."""
+"""Tokenize a source's records into documents, and summarize the unusable ones."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""`load_tokenizer`: read a tokenizer as its files describe it, or refuse it where transformers would put another there.
+"""`load_tokenizer`: a tokenizer as its files describe it, refused where transformers would put another there.
 
 Code of a model's tokenizer (Kimi's `tokenization_kimi.py`) is never run. transformers then takes a class of its own
 without a word, which splits text by another pattern, because a vocabulary such as tiktoken's does not contain it. Only

@@ -1,4 +1,4 @@
-"""Checks of a record's values, whose messages name the value, and the parsing of values that are given as JSON text."""
+"""Checks of a record's values, named in messages; parsing of values given as JSON text."""
 
 import json
 from typing import Any

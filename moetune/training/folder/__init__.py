@@ -1,1 +1,1 @@
-"""A run folder: who may write it, its files and checkpoints, and their readers."""
+"""A run folder: who may write it, its files, checkpoints, and readers."""

@@ -1,4 +1,4 @@
-"""Tensors in a checkpoint: write and read trained weights and optimizer states, with any number of ranks.
+"""Trained weights and optimizer states in a checkpoint, with any number of ranks.
 
     trained.safetensors    trained weights, each whole
     optimizer/             optimizer states `<name>.<state>`, and float32 copies of weights `<name>.master`

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and SHA-256 of each of its files, written last and checked to find damage."""
+"""A checkpoint's manifest: size and SHA-256 of each file, written last."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Reads a run folder: names of its files, checkpoints, metrics, recorded base and inputs, best step, early stopping.
+"""Reads a run folder: checkpoints, metrics, recorded base and inputs, best step, early stopping.
 
     run.yaml, base.json, inputs.json     what the run was started with
     metrics.jsonl                        a line for each logged step and each evaluation

@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint, apart from its tensors: step, tokens, expert load, random generators."""
+"""A run's state in a checkpoint besides tensors: step, tokens, expert load, random generators."""
 
 import json
 from collections.abc import Iterator, Mapping

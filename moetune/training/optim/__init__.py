@@ -1,1 +1,1 @@
-"""Optimizers, where and in which precision their states are kept, and the learning rate schedule."""
+"""Optimizers, the place and precision of their states, the learning rate schedule."""

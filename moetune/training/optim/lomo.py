@@ -1,4 +1,4 @@
-"""LOMO, AdaLomo and Adafactor: optimizers with so little state that they can update in the backward pass.
+"""LOMO, AdaLomo and Adafactor: optimizers with almost no state.
 
 With weights w, gradient g, learning rate η, weight decay λ, threshold d, minimum ε, and RMS for root mean square:
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16: the loss is multiplied so that small gradients are not rounded to zero.
+"""Dynamic loss scaling for float16. The loss is multiplied so that small gradients are not rounded to zero.
 
 float16 rounds magnitudes up to 2^-25 ≈ 3e-8 to zero. Method: "Mixed Precision Training" (arXiv 1710.03740, section
 3.2); initial factor and interval as in `torch.amp.GradScaler`.

@@ -1,4 +1,4 @@
-"""Optimizers in host memory (`optimizer.offload`): gradients go to the host, updated weights come back.
+"""Optimizers on the host (`optimizer.offload`): gradients go there, updated weights come back.
 
 The split is that of ZeRO-Offload (arXiv 2101.06840, section 4):
 

@@ -1,4 +1,4 @@
-"""Make the optimizers of a run: one for each group of parameters with equal settings, combined into one."""
+"""A run's optimizers: one for each group with equal settings, combined into one."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain

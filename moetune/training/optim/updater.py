@@ -1,4 +1,4 @@
-"""Updates parameters with an optimizer: directly, through a float32 copy, or with stochastic rounding.
+"""Updates of parameters: direct, through a float32 copy, or with stochastic rounding.
 
 Weights of 16 bits have 8 (bfloat16) or 11 (float16) significant bits, so a bfloat16 weight does not change by an update
 below 2^-9 of it. `optimizer.master_weights` chooses what the optimizer updates:

@@ -1,4 +1,4 @@
-"""Helpers for the tensors of a step: reading a number, clipping, norms, random generator states.
+"""Helpers for a step's tensors: reading a number, clipping, norms, random states.
 
 A prediction runs the same step on fake tensors, which have no values. So the step reads numbers only by `as_float`.
 """

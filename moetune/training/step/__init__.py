@@ -1,1 +1,1 @@
-"""One optimizer step: collate batches, run forward and backward, clip the gradients, update the weights."""
+"""An optimizer step: collate batches, forward and backward, clip, update."""

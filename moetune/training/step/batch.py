@@ -1,4 +1,4 @@
-"""Collation of rows of tokens into batches, and random rows to trace or measure a step."""
+"""Rows of tokens collated into batches; random rows for traces and measurements."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Optimizer updates inside the backward pass: a parameter is updated as soon as its gradient is complete.
+"""Updates inside the backward pass, as soon as a parameter's gradient is complete.
 
 The gradient is then freed, so that one gradient is in memory at a time, not all (LOMO, arXiv 2306.09782, section 3.1).
 For a parameter whose optimizer runs on the host (optim/offload.py), the gradient is copied there instead. Expert banks

@@ -1,4 +1,4 @@
-"""Forward passes of a step's micro-batches layer by layer: all of them through a decoder layer, then through the next.
+"""A step's forward passes layer by layer: all micro-batches through a layer, then the next.
 
 What a layer needs from elsewhere, such as experts in host memory, is then brought once a step. Autograd runs what was
 computed last first, so one backward pass of all losses goes layer by layer too, for any model: each forward pass is a

@@ -1,4 +1,4 @@
-"""Split a causal language model into its decoder stack and its LM head, which maps hidden states to logits.
+"""A causal language model as decoder stack and LM head.
 
 The LM head is everything that the model's own forward pass does after the decoder stack: a linear map, a bias, a scale,
 soft-capping, LoRA. It is run by calling the whole model with the stack replaced by a module that returns given hidden

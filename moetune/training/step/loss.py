@@ -1,4 +1,4 @@
-"""Cross-entropy computed in chunks of tokens, so that the logits of all tokens are never in memory together.
+"""Cross-entropy in chunks of tokens, so that all logits never exist together.
 
 For a token with logits z [V] and target t, and D loss tokens in the whole step,
 

@@ -1,4 +1,4 @@
-"""A micro-step: forward and backward pass of one micro-batch, with token loss and router losses."""
+"""Forward and backward of a micro-batch, with token loss and router losses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

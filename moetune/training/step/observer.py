@@ -1,4 +1,4 @@
-"""Observers that a `Stepper` notifies of backward passes and of gradients that no autograd hook sees."""
+"""Observers of a `Stepper`: backward passes, and gradients that no autograd hook sees."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

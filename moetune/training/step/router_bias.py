@@ -1,4 +1,4 @@
-"""Update rule for routers' correction biases: by the expert load of each step, without a loss.
+"""Update rule for routers' correction biases, by the expert load of each step.
 
     b_e += rate · sign(mean load - load_e)
 

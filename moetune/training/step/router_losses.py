@@ -1,4 +1,4 @@
-"""Expert load and router losses (load balancing and z-loss), computed from hooks on routers and experts.
+"""Expert load and router losses (load balancing, z-loss), from hooks.
 
 With E experts, K experts per token, and T tokens that are not padding:
 

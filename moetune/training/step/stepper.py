@@ -1,4 +1,4 @@
-"""An optimizer step from start to end: micro-steps, reduction over ranks, gradient clipping, update.
+"""An optimizer step: micro-steps, reduction over ranks, clipping, update.
 
 Training, memory predictions and memory measurements all run this code. There are three kinds of step:
 

@@ -1,1 +1,1 @@
-"""Chats as text: the chat template of a tokenizer, its arguments, thoughts, tool calls, and which characters train."""
+"""Chats as text: chat template, its arguments, thoughts, tool calls, which characters train."""

@@ -1,4 +1,4 @@
-"""Render chats as text with the tokenizer's chat template, and find the characters that the assistant wrote."""
+"""Render chats with the tokenizer's chat template, and find what the assistant wrote."""
 
 import re
 import resource

@@ -1,4 +1,4 @@
-"""Marks around the texts of a chat: they show where a chat template writes each message, and which texts it drops."""
+"""Marks around a chat's texts: where a template writes each message, and which it drops."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Tokens at which a model's generation ends, and whether the turns of the training data end with one of them."""
+"""Tokens at which generation ends, and whether the data's turns end with one."""
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""`data.template` and the clock: what a chat template reads, and arguments and a time of day written into its text.
+"""`data.template` and the clock: what a chat template reads, written into its text.
 
 They are lines at the top of the template's text, so whatever renders it, here or in another library, uses them.
 """

@@ -1,4 +1,4 @@
-"""Thoughts of the assistant: put where the chat template writes them, and none trained that nobody wrote."""
+"""Thoughts of the assistant: put where the template writes them, and none trained that nobody wrote."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress

@@ -1,5 +1,4 @@
-"""Calls of tools, their results and the descriptions of tools, in the spellings of other programs, as chat templates
-expect them.
+"""Tool calls, results and descriptions, in other programs' spellings, as chat templates expect them.
 
     call    {"id": "c1", "type": "function", "function": {"name": "lookup", "arguments": {"city": "Oslo"}}}
     tool    {"type": "function", "function": {"name": "lookup", "description": .., "parameters": <JSON Schema>}}

@@ -1,4 +1,4 @@
-"""`TurnEnds`: which token ends a turn of the assistant, wherever a chat template puts it."""
+"""`TurnEnds`: which token ends an assistant's turn, wherever a template puts it."""
 
 import re
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Where the assistant's turns begin and end in a rendered chat, found with few renderings however many there are."""
+"""Where the assistant's turns begin and end in a rendered chat, found with few renderings."""
 
 import re
 from collections import defaultdict

@@ -1,1 +1,1 @@
-"""Data files and folders as rows: which files a folder's split has, how each is opened, and its records one by one."""
+"""Data files and folders as rows: a split's files, opened and read record by record."""

@@ -1,4 +1,4 @@
-"""Which files of a folder are read: those of one split, as `datasets` finds splits, and what is passed over.
+"""Which files of a folder are read: a split's, as `datasets` finds them.
 
 A folder that `datasets` itself wrote (`save_to_disk`) is opened by `datasets`, and one with LLaMA-Factory's
 `dataset_info.json` as that says (llama_factory.py).

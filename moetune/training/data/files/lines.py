@@ -1,4 +1,4 @@
-"""Rows of text files: JSON (lines, an array, or an object of arrays), CSV, plain text."""
+"""Rows of text files: JSON (lines, array, object of arrays), CSV, plain text."""
 
 import csv
 import io

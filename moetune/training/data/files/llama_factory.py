@@ -1,4 +1,4 @@
-"""LLaMA-Factory's folders: `dataset_info.json` names the data sets, their files, and the keys of their records."""
+"""LLaMA-Factory's folders: `dataset_info.json` with data sets, files and keys."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress

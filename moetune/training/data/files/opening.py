@@ -1,4 +1,4 @@
-"""Open a data file: its type by its name, its compression by its first bytes. Pointers of Git LFS are refused."""
+"""Open a data file: type by name, compression by first bytes. Pointers of Git LFS are refused."""
 
 import bz2
 import gzip

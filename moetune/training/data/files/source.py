@@ -1,4 +1,4 @@
-"""What is read of a data set: which of its splits, and sources, whose rows are records."""
+"""What is read of a data set: its splits, and sources whose rows are records."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
