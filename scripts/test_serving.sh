@@ -13,6 +13,7 @@ cd "$(dirname "$0")/.."
 root=$PWD here=$PWD/scripts/serving
 vllm=0.32.0 torch=2.13.0 xllamacpp=2026.10.11549 mlx=0.32.4 mlx_lm=0.32.2 llama_cpp_python=0.3.36
 
+commit=$(git describe --always --dirty --exclude '*' 2>/dev/null || echo unknown)
 types=(mixtral gpt_oss)
 [ "${1:-}" != --all ] || types=()
 
@@ -85,10 +86,10 @@ PYTHONPATH=$root "$python" "$here/ask_server.py" "$environment" "$folder/plugin"
 echo "==> GRPO with vLLM's server: docs/guides/preferences.md"
 PYTHONPATH=$root "$python" "$here/ask_grpo.py" "$environment" "$folder/plugin" 2>"$folder/log" || { tail -n 40 "$folder/log" >&2; exit 1; }
 
-"$python" - "$wanted" >"$folder/versions.json" <<'PYTHON'
+"$python" - "$commit" "$wanted" >"$folder/versions.json" <<'PYTHON'
 import json, sys
 from importlib.metadata import version
-said = dict(part.rsplit(" ", 1) for part in sys.argv[1].split(", "))
-print(json.dumps(said | {name: version(name) for name in ("transformers", "peft")}))
+said = dict(part.rsplit(" ", 1) for part in sys.argv[2].split(", "))
+print(json.dumps({"commit": sys.argv[1]} | said | {name: version(name) for name in ("transformers", "peft")}))
 PYTHON
 "$python" "$here/table.py" "$folder/cases" "$folder" ${1:+--out docs/benchmarks/served}

@@ -27,14 +27,9 @@ def serve(
     _, card = target(gpu)
     plan = serving(model, with_, name=name, requests=requests, port=port, gpu=card)
     starts = not (dry_run or json_ or plan.missing)
-    note(
-        *plan.notes,
-        *(
-            []
-            if dry_run or json_ or starts
-            else [f"not installed here, so nothing is started: {', '.join(plan.missing)}"]
-        ),
-    )
+    note(*plan.notes)
+    if plan.missing and not (dry_run or json_):
+        note(f"not installed here, so nothing is started: {', '.join(plan.missing)}")
     answer(json_, plan.to_json(), plan.text())
     if starts:
         plan.start()

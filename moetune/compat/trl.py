@@ -191,7 +191,9 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows: int, prompt: int = 1) -> Any:
+def make_trainer(
+    kind: str, model: nn.Module, arguments: Mapping[str, Any], rows: int, prompt: int = 1, rollouts: int = 0
+) -> Any:
     """Return a trainer of TRL on rows of made-up words, each row as long as `max_length` cuts it.
 
     Args:
@@ -199,6 +201,7 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
         arguments: of the trainer's configuration.
         rows: number of rows of the data set; for `dpo` and `orpo`, of pairs. Two are tokenized, and repeated.
         prompt: tokens of a prompt: for `grpo` those before generation, else 1, so that all others count in the loss.
+        rollouts: for `grpo`, tokens of completions that come from a `rollout_func`; 0: the model generates.
 
     Raises:
         ValueError: TRL refuses the arguments.
@@ -214,6 +217,12 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
     given: dict[str, Any] = {}
     if kind == "grpo":
         given["reward_funcs"] = _no_reward
+        if rollouts:
+            given["rollout_func"] = lambda prompts, _: {
+                "prompt_ids": [[2] * prompt for _ in prompts],
+                "completion_ids": [[2] * rollouts for _ in prompts],
+                "logprobs": [[0.0] * rollouts for _ in prompts],
+            }
     elif kind in ("dpo", "orpo"):
         data |= {"chosen": [words] * 2, "rejected": [words] * 2}
     else:
@@ -328,9 +337,8 @@ def cache_of(trainer: Any) -> Literal["grows", "static", "none"]:
         ValueError: it generates outside of the model's own `generate`, or in a way that is not known.
     """
     arguments, settings = trainer.args, trainer.generation_config
-    for name in ("use_vllm", "use_transformers_continuous_batching"):
-        if getattr(arguments, name):
-            raise ValueError(f"{name} generates with memory of its own, which is not predicted")
+    if arguments.use_transformers_continuous_batching:
+        raise ValueError("use_transformers_continuous_batching has memory of its own, which is not predicted")
     if (settings.num_beams or 1) > 1:
         raise ValueError("generation_kwargs: num_beams above 1 is not predicted")
     if settings.use_cache is False:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from socket import AF_INET, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, socket
 from typing import Literal
 
 import torch
@@ -22,12 +23,13 @@ from moetune.inference.opened import Opened, find
 from moetune.json_files import Answer
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
-from moetune.planning.fit import headroom, last_that_fits
-from moetune.report.memory import verdict
+from moetune.planning.fit import last_that_fits
+from moetune.report.units import gib
 from moetune.training.folder.run_folder import RUN_FILE
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `--max-lora-rank` (0.32)."""
+_HOST = "127.0.0.1"
 _STEP = 256
 """Lengths of context are multiples of this."""
 _GGUF: dict[object, str] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -38,7 +40,7 @@ class Serving(Answer):
     """How a program serves a model.
 
     Attributes:
-        commands: to be called in this order; the last one is the server.
+        commands: to be called in this order; the last one is the server, the others end with the file that they write.
         context: tokens of each of `requests` requests at once for which the card has room beside the weights, no more
             than the model has positions; None without a card to predict for.
         missing: names of programs of `commands` that are not installed here.
@@ -47,6 +49,7 @@ class Serving(Answer):
 
     program: str
     commands: list[list[str]]
+    port: int
     requests: int
     context: int | None
     missing: list[str]
@@ -57,10 +60,19 @@ class Serving(Answer):
         return "\n".join(map(shlex.join, self.commands))
 
     def start(self) -> None:
-        """Call the commands; the last one takes the place of this process. Raise `UserError` if one fails."""
-        for command in self.commands[:-1]:
-            if code := subprocess.run(command, check=False).returncode:
+        """Call the commands; the last one takes the place of this process. Raise `UserError` if one fails, or the port
+        is taken."""
+        with socket(AF_INET, SOCK_STREAM) as tried:
+            tried.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)  # as servers do, so that one that ended is no obstacle
+            try:
+                tried.bind((_HOST, self.port))
+            except OSError as error:
+                raise UserError(f"port {self.port} of {_HOST}: {error.strerror}; give another --port") from None
+        for *command, file in self.commands[:-1]:
+            unfinished = f"{file}.unfinished"  # what is there under the file's own name is not made again
+            if code := subprocess.run([*command, unfinished], check=False).returncode:
                 raise UserError(f"{command[0]} ended with exit code {code}")
+            os.replace(unfinished, file)
         os.execvp(self.commands[-1][0], self.commands[-1])
 
 
@@ -86,6 +98,8 @@ def serving(
         DoesNotFit: the card has no room for this many requests.
     """
     folder, notes = expanded(what), list[str]()
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
     if (folder / RUN_FILE).is_file():
         run, folder = folder, folder.with_name(f"{folder.name}-served")
         if not folder.exists():
@@ -94,41 +108,42 @@ def serving(
             notes.append(f"{folder} is served as it was exported before, not the run's newest checkpoint")
         notes.append(f"the run's adapter is in {folder}; remove it to export again")
     adapter = folder if (folder / CONFIG_FILE).is_file() else None
-    more, base = ([], what) if adapter is None else _with_adapter(adapter, program, name, on_cpu=gpu is None)
+    more, base, slot = ([], what, 0) if adapter is None else _with_adapter(adapter, program, name, on_cpu=gpu is None)
     found = find(base, device="cpu" if gpu is None else "cuda")
-    context = None if gpu is None else _context(found, program, requests, gpu)
-    path = found.resolved.source.folder or base
-    where = ["--host", "127.0.0.1", "--port", str(port)]
-    if adapter is not None and (template := adapter / CHAT_TEMPLATE_FILE).is_file():  # else the base's own
-        where += ["--chat-template" if program == "vllm" else "--chat-template-file", str(template)]
-    dtype = found.resolved.source.config.dtype
+    context = None if gpu is None else _context(found, program, requests, gpu, slot)
+    source = found.resolved.source
+    if source.quantized_base is not None:
+        raise UserError(f"{program} does not read moetune's quantized bases; give {source.quantized_base.source}")
+    dtype, conversions = source.config.dtype, list[list[str]]()
     if program == "vllm":
-        command = ["vllm", "serve", path, "--dtype", "auto" if dtype is None else str(dtype).removeprefix("torch.")]
-        command += ["--max-num-seqs", str(requests), *more]
+        command = ["vllm", "serve", source.folder or base, "--max-num-seqs", str(requests), *more]
+        command += ["--dtype", "auto" if dtype is None else str(dtype).removeprefix("torch.")]
         command += [] if context is None else ["--max-model-len", str(context)]
-        commands = [[*command, *where]]
     else:
-        commands, model = [], _gguf_of(Path(path) if adapter is None else adapter.with_name(f"{adapter.name}-base"))
+        if (local := source.local_folder()) is None:
+            raise UserError(f"llama.cpp converts a folder; download it first: hf download {source.folder}")
         to = ["--outtype", _GGUF.get(dtype, "auto"), "--outfile"]
-        commands.append(["convert_hf_to_gguf.py", path, *to, model])
+        # nothing is written where the hub's cache or the catalog has a base
+        model = f"{folder if folder.is_dir() else folder.name}{'' if adapter is None else '-base'}.gguf"
+        conversions.append(["convert_hf_to_gguf.py", str(local), *to, model])
         command = ["llama-server", "--model", model, "--parallel", str(requests)]
         command += ["--ctx-size", str(0 if context is None else requests * context)]
         if adapter is not None:
-            own = _gguf_of(adapter)
-            commands.append(["convert_lora_to_gguf.py", str(adapter), "--base", path, *to, own])
-            command += ["--lora", own]
-        made = [conversion[-1] for conversion in commands if Path(conversion[-1]).exists()]
-        notes += [
-            f"{file} is there and is not converted again; remove it if what it was made from has changed"
-            for file in made
-        ]
-        commands = [*(conversion for conversion in commands if conversion[-1] not in made), [*command, *where]]
+            conversions.append(["convert_lora_to_gguf.py", str(adapter), "--base", str(local), *to, f"{adapter}.gguf"])
+            command += ["--lora", f"{adapter}.gguf"]
+    if adapter is not None and (template := adapter / CHAT_TEMPLATE_FILE).is_file():  # else the base's own
+        command += ["--chat-template" if program == "vllm" else "--chat-template-file", str(template)]
+    made = [conversion[-1] for conversion in conversions if Path(conversion[-1]).exists()]
+    notes += [f"{file} is not converted again; remove it if what it was made from has changed" for file in made]
+    commands = [conversion for conversion in conversions if conversion[-1] not in made]
+    commands.append([*command, "--host", _HOST, "--port", str(port)])
     missing = sorted({command[0] for command in commands if shutil.which(command[0]) is None})
-    return Serving(program, commands, requests, context, missing, notes)
+    return Serving(program, commands, port, requests, context, missing, notes)
 
 
-def _with_adapter(adapter: Path, program: str, name: str, *, on_cpu: bool) -> tuple[list[str], str]:
-    """Return vLLM's options for an adapter, and the base that it names; `UserError` if the program would misread it."""
+def _with_adapter(adapter: Path, program: str, name: str, *, on_cpu: bool) -> tuple[list[str], str, int]:
+    """Return vLLM's options for an adapter, the base that it names, and the bytes of its factors in the server;
+    `UserError` if the program would misread it."""
     stored = open_adapter(adapter)
     base = stored.settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -137,20 +152,24 @@ def _with_adapter(adapter: Path, program: str, name: str, *, on_cpu: bool) -> tu
     is_mixed = told is not None and MIXED_FORMAT in told
     if told is not None and not is_mixed:
         raise UserError(f"{stored}: {told}")
+    size = 2 * sum(tensor.numel() for tensor in stored.tensors.values())
+    if program != "vllm":
+        return [], base, size
     most = max(stored.scales.r, *(stored.scales.rank_pattern or {}).values(), 1)
     if most > _RANKS[-1]:
         raise UserError(f"{stored} has rank {most}, and vLLM takes {_RANKS[-1]} at most; merge it")
-    options = ["--enable-lora", "--max-lora-rank", str(next(rank for rank in _RANKS if rank >= most))]
+    rank = next(rank for rank in _RANKS if rank >= most)
+    options = ["--enable-lora", "--max-lora-rank", str(rank)]
     if on_cpu:
         options += ["--max-loras", "2"]  # on a CPU the last slot's factors also act on requests of the base
-    if not is_mixed:
-        return [*options, "--lora-modules", f"{name}={adapter}"], base
-    module = {"name": name, "path": str(adapter), "is_3d_lora_weight": True}
-    return [*options, MIXED_FORMAT, "--lora-modules", json.dumps(module)], base
+    module = {"name": name, "path": str(adapter)} | ({"is_3d_lora_weight": True} if is_mixed else {})
+    options += [*[MIXED_FORMAT] * is_mixed, "--lora-modules", json.dumps(module)]
+    return options, base, size * rank // most
 
 
-def _context(found: Opened, program: str, requests: int, gpu: str | Gpu) -> int:
-    """Return the longest context of this many requests for which a card has room beside the weights."""
+def _context(found: Opened, program: str, requests: int, gpu: str | Gpu, slot: int) -> int:
+    """Return the longest context of this many requests for which a card has room beside the weights and an adapter's
+    `slot` bytes."""
     most = int(getattr(found.settings.get_text_config(), "max_position_embeddings", 0) or 1 << 17)
 
     def predict(number: int) -> MemoryReport:
@@ -159,17 +178,17 @@ def _context(found: Opened, program: str, requests: int, gpu: str | Gpu) -> int:
     def left(report: MemoryReport) -> int:
         """vLLM takes nine tenths of a card (`--gpu-memory-utilization`)."""
         assert report.gpu is not None
-        return headroom(report) - (report.gpu.usable_bytes // 10 if program == "vllm" else 0)
+        free = report.gpu.usable_bytes * (9 if program == "vllm" else 10) // 10
+        return free - report.required - slot
 
     count = max(most // _STEP, 1)
     last, reports = last_that_fits(count, predict, left, count - 1)
     if last < 0:
         report = reports[min(reports)]
         raise DoesNotFit(
-            f"{requests} requests of {_STEP} tokens: {verdict(report)}; give fewer --requests", report.to_json()
+            f"{requests} requests of {_STEP} tokens, with weights of "
+            f"{gib(report.fullest.parts.frozen_weights + slot)}, need {gib(-left(report))} more than {program} has of "
+            "this card; give fewer --requests, or a larger --gpu",
+            report.to_json(),
         )
     return min((last + 1) * _STEP, most)
-
-
-def _gguf_of(folder: Path) -> str:
-    return str(folder.with_name(f"{folder.name}.gguf"))

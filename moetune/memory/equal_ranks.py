@@ -1,27 +1,11 @@
 """Groups of ranks with equal memory, of which one rank is predicted."""
 
-from collections.abc import Callable, Hashable
-from typing import TypeVar
+from collections.abc import Hashable
 
 from moetune.adapt.build import build
-from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.trace.alike import kinds_of
 from moetune.parallel.coordinates import Coordinates, token_shares
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
-
-_Value = TypeVar("_Value")
-
-
-def by_kind(run: ResolvedRun, routing: AssumedRouting, find: Callable[[int], _Value]) -> dict[int, _Value]:
-    """Call `find` with the number of one rank of each group of ranks that need equal memory; return rank -> its group's
-    result. Unless `routing` is `BALANCED`, ranks that hold different experts are never grouped."""
-    of_kind: dict[Hashable, _Value] = {}
-    by_rank = {}
-    for rank, kind in enumerate(kinds_of_ranks(run, by_expert=routing != BALANCED)):
-        if kind not in of_kind:
-            of_kind[kind] = find(rank)
-        by_rank[rank] = of_kind[kind]
-    return by_rank
 
 
 def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:

@@ -1,7 +1,7 @@
 """`predict_memory`: the memory report of a run by trace, for each of its ranks."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,8 +11,8 @@ from moetune.adapt.guard import as_known
 from moetune.config.schema import RunConfig
 from moetune.errors import counted
 from moetune.memory.about import about, held_by
-from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
-from moetune.memory.equal_ranks import by_kind
+from moetune.memory.assumed_routing import BALANCED, UNKNOWN, AssumedRouting
+from moetune.memory.equal_ranks import kinds_of_ranks
 from moetune.memory.host import host_of
 from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.rank_memory import Allocator, allocator_here, rank_memory
@@ -104,7 +104,13 @@ def predict_memory(
     card_of = [cards[Coordinates.of(config.parallel, rank).pp % len(cards)] for rank in range(config.parallel.ranks)]
 
     def traced(assumed: AssumedRouting) -> dict[int, Trace]:
-        return by_kind(run, assumed, lambda rank: tracing(run, assumed, rank=rank, gpu=card_of[rank]))
+        # one trace for all ranks that need equal memory; which experts a rank has matters where some receive more
+        kinds = kinds_of_ranks(run, by_expert=assumed != BALANCED)
+        of_kind: dict[Hashable, Trace] = {}
+        for rank, kind in enumerate(kinds):
+            if kind not in of_kind:
+                of_kind[kind] = tracing(run, assumed, rank=rank, gpu=card_of[rank])
+        return {rank: of_kind[kind] for rank, kind in enumerate(kinds)}
 
     by_rank = traced(routing)
     allocator = (allocator or allocator_here("expandable")) if simulated else None

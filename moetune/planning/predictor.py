@@ -1,6 +1,5 @@
-"""`Predictor`: predictions for many runs of a model, kept on disk; `parallel.stages: auto`."""
+"""`Predictor`: predictions for many runs of one model, kept on disk."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Literal
@@ -12,12 +11,12 @@ from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.commands.trl import predict_trl
 from moetune.memory.predict import predict_memory
 from moetune.memory.rank_memory import allocator_here
-from moetune.memory.report import MemoryReport, RankMemory
+from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu
+from moetune.planning.cut import best_stages
 from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun, resolve
-from moetune.run.stages import least_stages
 from moetune.training.trl import InTrl
 
 
@@ -42,7 +41,7 @@ class Predictor:
     device_type: DeviceType = "cuda"
     trainer: InTrl | None = None
     _like: ResolvedRun | None = None
-    _cut: tuple[range, ...] = ()
+    _stages: tuple[range, ...] = ()
 
     def resolve(self, config: RunConfig) -> ResolvedRun:
         """Resolve a run, reusing the model of the last call if it is the same; `UserError` if settings are wrong.
@@ -54,29 +53,17 @@ class Predictor:
         return self._like.keeping({}) if is_open(config.train) else self._like
 
     def divided(self, run: ResolvedRun) -> ResolvedRun:
-        """Return a run with stages in place of `parallel.stages: auto`, where that is one: those of which the fullest
-        rank needs the least of its GPU.
+        """Return a run with stages in place of `parallel.stages: auto`, where that is one (`best_stages`).
 
-        Each prediction says what each layer takes, and so which cut would be best if every layer took as much
-        elsewhere, until a cut comes again. The first is the last one that this predictor found, or else one into equal
-        numbers of layers, so the first answer is the same wherever it is asked for.
+        The search begins with the stages that this predictor found last; at first with equal numbers of layers, so the
+        first stages are the same wherever they are asked for.
         """
         if run.config.parallel.pp == 1 or run.config.parallel.stages != "auto":
             return run
         predictor = replace(self, routing=UNKNOWN, end="high", trainer=None)
-        names = (self.gpu,) if self.gpu else run.config.hardware.names or ("l40s",)
-        rooms = [(name if isinstance(name, Gpu) else find_gpu(name)).memory.value for name in names]
-        tried: dict[tuple[range, ...], float] = {}
-        cut = run.stages
-        if len(self._cut) == len(cut) and self._cut[-1].stop == cut[-1].stop:
-            cut = self._cut
-        while cut not in tried:
-            divided = run.settled_as(None).cut_into(cut)
-            report = predictor.of_resolved(divided)
-            tried[cut] = max(one.needed / rooms[place % len(rooms)] for place, one in _of_stages(report, run))
-            cut = _best_cut(divided, report, rooms)
-        self._cut = min(tried, key=lambda cut: (tried[cut], [stage.stop for stage in cut]))
-        return run.cut_into(self._cut)
+        memories = [card.memory.value for card in self._cards(run)]
+        self._stages = best_stages(run, predictor.of_resolved, memories, self._stages)
+        return run.cut_into(self._stages)
 
     def of(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run for the routing that `end` says, without simulating the allocator; `UserError` if
@@ -101,9 +88,9 @@ class Predictor:
 
     def _kept(self, run: ResolvedRun, routing: AssumedRouting, *, simulated: bool) -> MemoryReport:
         """Read the report of a run from disk; if it is not there, trace the run and write it."""
-        names = (self.gpu,) if self.gpu else run.config.hardware.names
-        cards = [name if isinstance(name, Gpu) else find_gpu(name) for name in names or ("l40s",)]
-        known = as_known(run, cards[0] if names else None)  # as `predict_memory` does
+        cards = self._cards(run)
+        is_given = self.gpu is not None or run.config.hardware.names
+        known = as_known(run, cards[0] if is_given else None)  # as `predict_memory` does
         trainer = self.trainer
         file = file_of(
             {
@@ -126,25 +113,7 @@ class Predictor:
             write_cached(file, MemoryReport, report)
         return report
 
-
-def _of_stages(report: MemoryReport, run: ResolvedRun) -> list[tuple[int, RankMemory]]:
-    """Return (index on the axis pp, memory) of one rank of each stage."""
-    ranks = report.ranks[:: len(report.ranks) // run.config.parallel.pp]
-    return list(enumerate(ranks))
-
-
-def _best_cut(run: ResolvedRun, report: MemoryReport, rooms: Sequence[int]) -> tuple[range, ...]:
-    """Return the stages that would be best if each layer took as much on any rank as it does in the report.
-
-    What a rank needs beside its layers, and the memory of its GPU (`rooms`, one for all or one for each rank of the
-    axis), is divided over its stages.
-    """
-    pp, stages = run.config.parallel.pp, run.stages
-    layers, needs = dict[int, int](), list[tuple[int, int]]()
-    for place, rank in _of_stages(report, run):
-        layers |= zip(run.held_layers(place), rank.layers, strict=True)
-        each = len(stages) // pp
-        needs.append(((rank.needed - sum(rank.layers)) // each, rooms[place % len(rooms)] // each))
-    return least_stages(
-        [layers[layer] for layer in sorted(layers)], [needs[place % pp] for place in range(len(stages))]
-    )
+    def _cards(self, run: ResolvedRun) -> list[Gpu]:
+        """Return the GPU of all ranks, or that of each."""
+        names = (self.gpu,) if self.gpu else run.config.hardware.names or ("l40s",)
+        return [name if isinstance(name, Gpu) else find_gpu(name) for name in names]

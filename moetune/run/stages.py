@@ -1,4 +1,4 @@
-"""Stages of a pipeline: what each rank holds of the model. Where `auto` cuts is decided in planning/predictor.py."""
+"""Stages of a pipeline: what each rank holds of the model. Where `auto` cuts is decided in planning/cut.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ def stages_a_rank(parallel: ParallelConfig) -> int:
 
 def stages_of(parallel: ParallelConfig, layers: int) -> tuple[range, ...]:
     """Return the decoder layers of each stage; stage s is on the rank s % pp of the axis. `stages: auto` counts as
-    equal numbers of layers: where it cuts is decided by predictions (planning/predictor.py)."""
+    equal numbers of layers: where it cuts is decided by predictions (planning/cut.py)."""
     if parallel.stages != "auto":
         return tuple(range(start, end + 1) for start, end in parallel.stages)
     return least_stages([1] * layers, [(0, 1)] * (parallel.pp * stages_a_rank(parallel)))

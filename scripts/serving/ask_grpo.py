@@ -65,7 +65,7 @@ def main(environment: Path, plugin: Path) -> int:
             stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
-        for _ in range(400):
+        for _ in range(1500):  # a busy machine takes minutes
             try:
                 urlopen(f"{ADDRESS}/health", timeout=5)
                 break

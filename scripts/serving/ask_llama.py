@@ -51,7 +51,8 @@ def main(folder: Path, out: Path) -> None:
     prompts = content["prompts"]
     for base in dict.fromkeys(case["base"] for case in content["cases"]):
         of_base = [case for case in content["cases"] if case["base"] == base]
-        adapters = [case for case in of_base if case["export"] == "vllm" and (out / f"{case['name']}.gguf").exists()]
+        adapters = [case for case in of_base if case["export"] in ("vllm", "peft")]
+        adapters = [case for case in adapters if (out / f"{case['name']}.gguf").exists()]
         models = [(f"{of_base[0]['type']}-base", adapters)]
         models += [(case["name"], []) for case in of_base if case["export"] in ("merged", "quantized")]
         for name, beside in models:

@@ -1,8 +1,8 @@
 """Runs docs/guides/serve.md with servers: `python ask_server.py ENVIRONMENT PLUGIN LLAMA_CPP`.
 
 The commands of the page are run, with a chat template that is not the base's, and `moetune serve` starts vLLM's server
-and llama.cpp's, in float32. The adapter, the base and a chat request must answer as moetune does. A server is ended by
-its process id. LLAMA_CPP has llama.cpp's converters.
+and llama.cpp's, in float32. The adapter, the base and a chat request must answer as moetune does. A server is ended
+as by Ctrl-C, and must end. LLAMA_CPP has llama.cpp's converters.
 """
 
 from __future__ import annotations
@@ -126,10 +126,13 @@ def served(what: str, program: str, port: int, ask: Callable[[str], list[str]], 
     settings["PATH"] = f"{Path('bin').absolute()}:{os.environ['PATH']}"
     command = [sys.executable, "-m", "moetune", "serve", what, "--with", program, "--port", str(port)]
     with Path("server.log").open("w") as log:
-        server = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen(
+            command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what a shell starts with & ignores it
+        )  # fmt: skip
     address = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(400):
+        for _ in range(1500):  # a busy machine takes minutes
             try:
                 urlopen(f"{address}/health", timeout=5)
                 break
@@ -139,8 +142,12 @@ def served(what: str, program: str, port: int, ask: Callable[[str], list[str]], 
                 time.sleep(1)
         return ask(address)
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(timeout=60)
+        os.killpg(server.pid, signal.SIGINT)  # Ctrl-C
+        try:
+            server.wait(timeout=300)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            raise
 
 
 def main(environment: Path, plugin: Path, llama: Path) -> int:

@@ -160,9 +160,10 @@ def write_case(folder: Path, base: Path, kind: str, lora: dict[str, Any]) -> lis
             write_adapter(wrong, tensors, settings, {})  # without what moetune notes, by which it would be found
             convert_adapter(str(base), wrong, "vllm", own / f"{fault}-vllm", layout="peft")
             merge_adapter(str(base), wrong, own / f"{fault}-merged", layout="peft")
+            paths = {"peft": wrong, "vllm": own / f"{fault}-vllm", "merged": own / f"{fault}-merged"}
             entries += [
-                {**entry, "export": name, "path": str(own / f"{fault}-{name}"), "fault": fault, "check": {}}
-                for name in ("vllm", "merged")
+                {**entry, "export": name, "path": str(path), "fault": fault, "check": {}}
+                for name, path in paths.items()
             ]
     return entries
 

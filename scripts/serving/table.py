@@ -1,7 +1,8 @@
 """Compares the programs' answers with PEFT's and writes the table: `python table.py FOLDER ANSWERS [--out PREFIX]`.
 
 FOLDER is that of cases.py, and ANSWERS has a folder of answers for each program. Exit code 1: an export that should be
-right is not, a fault is not seen, or `moetune adapter check --for` says otherwise than what was seen.
+right is not, a planted fault is missing or not seen where the right export is read, or `moetune adapter check --for`
+says otherwise than what was seen.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import numpy as np
 
 RIGHT = 5e-4
 """Largest difference of two log-probabilities, in float32, of an export that is right; a fault makes 0.05 or more."""
+FAULTS = 3
+"""Faults that cases.py plants in an export."""
 ROUNDED = 0.2
 """The same of a quantized base, computed in bfloat16 or with activations of 8 bits; an adapter makes 0.8."""
 EXPORTS = {
@@ -72,9 +76,21 @@ def results(folder: Path, answers: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def reads(entries: list[dict[str, Any]], program: str, model_type: str, export: str) -> bool:
+    """Return whether a program computes the export of which there are faulty ones, so that they show something."""
+    of_kind = {"program": program, "type": model_type, "export": export, "kind": "all experts", "fault": None}
+    return any(entry.items() >= of_kind.items() and entry.get("difference", 9) < entry["limit"] for entry in entries)
+
+
 def problems(entries: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each entry that is not as it should be."""
-    lines = []
+    """Return a line for each entry that is not as it should be, and for each cell that lacks a fault."""
+    faults = Counter((x["program"], x["type"], x["export"]) for x in entries if x["fault"])
+    cells = dict.fromkeys((x["program"], x["type"], x["export"]) for x in entries if "-" not in x["type"])
+    lines = [
+        f"{' '.join(place)}: {faults[place]} planted faults, not {FAULTS}"
+        for place in cells
+        if faults[place] != FAULTS and reads(entries, *place)
+    ]
     for entry in entries:
         is_right = entry.get("difference", 9) < entry["limit"]
         format = entry["type"].partition("-")[2]
@@ -87,9 +103,9 @@ def problems(entries: list[dict[str, Any]]) -> list[str]:
         if entry["fault"]:
             is_wrong = is_right
         elif format:  # of a base in a format that it does not read, a program must say so
-            reads = format in READ[entry["program"]]
+            is_read = format in READ[entry["program"]]
             is_wrong = ("difference" in entry and not is_right) or (
-                entry["export"] == "quantized" and reads != is_right
+                entry["export"] == "quantized" and is_read != is_right
             )
         else:
             is_wrong = is_right != expected or entry["effect"] < 100 * RIGHT
@@ -116,7 +132,7 @@ def cell(entries: list[dict[str, Any]]) -> str:
     if refused:
         parts.append(f"refused ({len(refused)})")
     faults = [entry for entry in entries if entry["fault"] and entry.get("difference", 0) >= RIGHT]
-    if faults:
+    if faults and reads(entries, *(faults[0][key] for key in ("program", "type", "export"))):
         parts.append(f"{len(faults)} faults seen, from {min(entry['difference'] for entry in faults):.2f}")
     return "; ".join(parts)
 
@@ -152,6 +168,7 @@ has moved, are exported; each program reads the export and gives the log-probabi
 after every prefix of two prompts of 16 tokens. They are compared with those of transformers and PEFT, in float32 on a
 CPU. A cell has the largest difference over kinds of adapters, with the number of kinds: {kinds}.
 vLLM has the adapters of one base in one batch, with the base among them; of merged exports it reads the first kind.
+A fault is counted where the export without it is right.
 
 An adapter changes log-probabilities by {min(effects):.1f} to {max(effects):.1f}. Faults that were planted (experts in
 another order, gate in the place of up, no alpha) must make a cell fail. What of adapters is wrong or refused here,

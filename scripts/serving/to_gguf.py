@@ -34,7 +34,7 @@ def main(folder: Path, out: Path, llama: Path) -> None:
     done |= {
         case["name"]: ("convert_lora_to_gguf.py", case["path"], "--base", case["base"])
         for case in cases
-        if case["export"] == "vllm"
+        if case["export"] in ("vllm", "peft")
     }
     for name, (script, *arguments) in done.items():
         sys.argv = [script, *arguments, "--outtype", "f32", "--outfile", str(out / f"{name}.gguf")]

@@ -47,8 +47,9 @@ def test_the_guide(moetune: Callable[..., Any], tmp_path: Path, monkeypatch: pyt
                 ended = moetune(*arguments)
                 assert ended.code == 0, ended
                 said.append(ended.out)
-    assert len(said) == 5
+    assert len(said) == 6
     assert "reference" in said[0]
     assert "reference" in said[1]
     assert "generation" in said[2]
+    assert "generation" not in said[3]
     assert Path("out/vllm/adapter_model.safetensors").exists()

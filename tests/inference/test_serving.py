@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_a_run_is_exported_and_its_rank_rounded_up(runs: Callable[[str], ToyRun]
     assert plan.commands[-1][:3] == ["vllm", "serve", str(run.base)]
     given = options(plan)
     assert given["--max-lora-rank"] == "16"
-    assert given["--lora-modules"] == f"mine={served}"
+    assert json.loads(given["--lora-modules"]) == {"name": "mine", "path": str(served)}
     assert (given["--dtype"], given["--max-model-len"], given["--host"]) == ("float32", "4096", "127.0.0.1")
     assert "--max-loras" not in given
     assert json.loads((served / "adapter_config.json").read_text())["r"] == 12
@@ -109,10 +110,60 @@ def test_a_template_of_its_own_is_given_to_the_server(runs: Callable[[str], ToyR
     assert (tmp_path / "merged" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_the_server_takes_the_place_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_with_separators_and_a_folder_that_is_here(
+    runs: Callable[[str], ToyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM splits NAME=PATH at the first sign, and takes what has a comma for JSON."""
+    run = runs("mixtral")
+    monkeypatch.chdir(run.path)
+    plan = serving(".", "vllm", name="a=b,c")
+    module = json.loads(options(plan)["--lora-modules"])
+    assert module == {"name": "a=b,c", "path": str(run.path.resolve().with_name("run-served"))}
+
+
+def test_an_adapter_takes_room_of_the_context(runs: Callable[[str], ToyRun], tmp_path: Path) -> None:
+    run = runs("qwen3_moe")
+    export(run.path, "vllm", tmp_path / "own")
+    base, own = (serving(str(what), "vllm", gpu="1GiB", requests=2048) for what in (run.base, tmp_path / "own"))
+    assert base.context is not None
+    assert own.context is not None
+    assert own.context <= base.context
+
+
+def test_no_file_is_made_in_the_catalog_or_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = serving("tiny-mixtral", "llama.cpp")
+    assert options(plan)["--model"] == "tiny-mixtral.gguf"
+    with pytest.raises(UserError, match=r"hf download mistralai/Mixtral-8x7B-v0\.1"):
+        serving("mixtral-8x7b", "llama.cpp")
+    with pytest.raises(
+        DoesNotFit, match=r"with weights of 86\.\d+ GiB, need 1\d\.\d+ GiB more than vllm has .*--requests, or"
+    ):
+        serving("mixtral-8x7b", "vllm", gpu="80GiB")
+
+
+@pytest.fixture
+def port() -> int:
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_the_server_takes_the_place_of_the_process(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr("os.execvp", lambda program, command: called.append(command))
-    Serving("vllm", [["true"], ["vllm", "serve"]], 1, None, [], []).start()
-    assert called == [["vllm", "serve"]]
-    with pytest.raises(UserError, match="false ended with exit code 1"):
-        Serving("vllm", [["false"], ["vllm", "serve"]], 1, None, [], []).start()
+    (tmp_path / "model").write_text("weights")
+    made = tmp_path / "model.gguf"
+    server = ["llama-server", "--model", str(made)]
+    Serving("llama.cpp", [["cp", str(tmp_path / "model"), str(made)], server], port, 1, None, [], []).start()
+    assert called == [server]
+    assert made.read_text() == "weights"
+    converter = ["sh", "-c", 'echo half > "$0"; exit 3', str(tmp_path / "other")]
+    with pytest.raises(UserError, match="sh ended with exit code 3"):
+        Serving("llama.cpp", [converter, server], port, 1, None, [], []).start()
+    assert not (tmp_path / "other").exists()  # which the next call would take for the whole
+    with socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        with pytest.raises(UserError, match=f"port {port} .*--port"):
+            Serving("vllm", [["vllm", "serve"]], port, 1, None, [], []).start()
+    assert called == [server]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from math import ceil
 from typing import Any
 
 from moetune.errors import UserError
@@ -15,7 +16,7 @@ from moetune.memory.report import MemoryReport
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.tracing import faked
 from moetune.memory.trace.views import Trace
-from moetune.models.catalog.gpus import Gpu
+from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
@@ -38,7 +39,9 @@ def predict_trl(
     As in a real run, `train.checkpointing: auto` counts as `full` and `train.keep_rows: auto` as `none`.
 
     Args:
-        more: arguments of TRL's configuration that replace those of `trl_arguments`.
+        more: arguments of TRL's configuration that replace those of `trl_arguments`. With `use_vllm` the completions of
+            GRPO come from vLLM by `moetune.vllm_rollouts`: on the run's card, of which it takes
+            `vllm_gpu_memory_utilization`, or with `vllm_mode: server` on another one.
         run, gpu, routing, allocator: as in `predict`.
 
     Raises:
@@ -52,18 +55,56 @@ def predict_trl(
     if run.config.parallel.ranks > 1:
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
     run = run.keeping({}) if is_open(run.config.train) else run
-    tracing = partial(trace_trl, trainer=trainer, more=more or {})
+    tracing, generator = partial(trace_trl, trainer=trainer, more=more or {}), []
+    if trainer == "grpo" and (more or {}).get("use_vllm"):
+        gpu, generator = _beside_vllm(run, more or {}, gpu)
     report = predict_memory(run, tracing=tracing, gpu=gpu, routing=routing, allocator=allocator)
     assumptions = [line for line in report.assumptions if not line.startswith("every sequence has")]
     named = ("trainer", f"TRL's {trainer.upper()}" + "".join(f", {key}={value}" for key, value in (more or {}).items()))
-    about = dict((named, *report.about))
+    about = dict((named, *generator, *report.about))
     if trainer == "grpo":
         assumptions += _of_generation(run, trl_arguments(run, trainer) | dict(more or {}))
-        about["attention"] += ", until it generates: then by a mask" * about["attention"].startswith("flash, by")
+        by_mask = about["attention"].startswith("flash, by") and not generator
+        about["attention"] += ", until it generates: then by a mask" * by_mask
     else:
         assumptions += ["rows of train.sequence_length tokens, of which the prompt has one; some are padded"]
     report = replace(report, assumptions=tuple(assumptions), about=tuple(about.items()))
     return replace(report, trainer=trainer, time=None)
+
+
+def _beside_vllm(
+    run: ResolvedRun, more: Mapping[str, Any], gpu: str | Gpu | None
+) -> tuple[str | Gpu | None, list[tuple[str, str]]]:
+    """Return the GPU less what a vLLM that generates for `moetune.vllm_rollouts` takes of it, and what says so.
+
+    vLLM fills its part of a card's memory with weights, cache and workspaces (`request_memory` of vLLM 0.32); the CUDA
+    context of its process comes on top. `more` has the arguments of TRL that describe it.
+
+    Raises:
+        UserError: that part cannot hold the model, or is none; there is no card to take it of; or vLLM is to sleep.
+    """
+    if more.get("vllm_enable_sleep_mode"):
+        raise UserError("vllm_enable_sleep_mode: vLLM keeps its memory beside moetune.vllm_rollouts; leave it out")
+    if (mode := more.get("vllm_mode", "colocate")) == "server":
+        return gpu, [("generator", "vLLM on another card")]
+    share, names = more.get("vllm_gpu_memory_utilization", 0.3), (gpu,) if gpu else run.config.hardware.names
+    if mode != "colocate" or not isinstance(share, float) or not 0 < share < 1:
+        raise UserError(
+            f"vllm_mode={mode}, vllm_gpu_memory_utilization={share}: give server or colocate, and a number below 1"
+        )
+    if not names:
+        raise UserError("vLLM takes a part of a card, and none is known; name one with --gpu")
+    card = names[0] if isinstance(names[0], Gpu) else find_gpu(names[0])
+    weights = 2 * sum(weight.numel() for weight in run.model.plain.parameters())
+    if run.model.source.quantization.method in ("", "moetune") and weights > card.memory.value * share:
+        raise UserError(
+            f"vLLM holds the model a second time, in 16 bits: {weights / card.memory.value:.3g} of this card, and "
+            f"vllm_gpu_memory_utilization is {share:g}; give more, or a card of its own (vllm_mode=server)"
+        )
+    left = card.memory.value - ceil(card.memory.value * share) - card.context.value
+    said = f"vLLM in a process of its own: {share:g} of the card, with the model a second time, and a CUDA context"
+    memory = replace(card.memory, value=max(left, 0))
+    return replace(card, memory=memory, full_name=f"{card.full_name} less vLLM's {share:g}"), [("generator", said)]
 
 
 def _of_generation(run: ResolvedRun, arguments: Mapping[str, Any]) -> list[str]:

@@ -76,6 +76,7 @@ class TrlSteps(Watched):
         self.completion, prompt = None, 1
         if trainer == "grpo":
             self.completion = arguments["max_completion_length"]
+            self.uses_vllm = arguments.pop("use_vllm", False)  # TRL would start it
             prompt = prompt_length(adapted.run.config, self.completion)
         has_reference = bool(arguments.get("beta")) if trainer == "grpo" else trainer in ("dpo", "kto")
         with mode, Answers():
@@ -85,7 +86,9 @@ class TrlSteps(Watched):
         rows = arguments["per_device_train_batch_size"] * accumulate * STEPS
         model = (_Generating if trainer == "grpo" else SelfReferencing)(adapted.model, self._referencing)
         with quiet(), self._refusing(TypeError, ValueError, ImportError):
-            self.trainer = make_trainer(trainer, model, arguments, rows, prompt)
+            self.trainer = make_trainer(
+                trainer, model, arguments, rows, prompt, self.completion if self.uses_vllm else 0
+            )
         if isinstance(model, _Generating):
             model.steps = self
             with self._refusing(ValueError, said="no prediction"):

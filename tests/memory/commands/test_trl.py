@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from moetune.errors import UserError
 from moetune.experts.context import ReadCounts
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.commands.trl import predict_trl, trace_trl
+from moetune.memory.report import MemoryReport
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
+from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
 from moetune.training.trl import trl_arguments, trl_model
 from tests.toys import toy_config
@@ -80,6 +83,9 @@ class Running:
         self.tracker = Tracker({})
         watched.add_to(self.tracker)
         arguments = trl_arguments(self.run, kind) | more  # type: ignore[arg-type]
+        given = {"reward_funcs": a_reward} if kind == "grpo" else {}
+        if arguments.pop("use_vllm", False):
+            given["rollout_func"] = rollouts
         gc.collect()
         with adapted.expert_context.hooks.using(count_rows=self._count), self.tracker:
             trainer = of.trainer(
@@ -87,7 +93,7 @@ class Running:
                 args=of.config(**arguments),
                 train_dataset=Dataset.from_dict(DATA.get(kind) or {"prompt": prompts_of(tokenizer, 56, shorter)}),
                 processing_class=tokenizer,
-                **({"reward_funcs": a_reward} if kind == "grpo" else {}),
+                **given,
             )
             self.before, self.calls = self.calls, []
             trainer.train()
@@ -111,6 +117,16 @@ class Running:
     def answers(self, passes: int) -> Iterator[list[int]]:
         """What experts received: in the first passes before training, and in the steps."""
         return iter([*self.before[: 2 * passes], *self.calls])
+
+
+def rollouts(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    """Completions as a vLLM server gives them, all of full length."""
+    length, ids = trainer.args.max_completion_length, trainer.processing_class(prompts)["input_ids"]
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [[5] * length for _ in ids],
+        "logprobs": [[-0.5] * length for _ in ids],
+    }
 
 
 def prompts_of(tokenizer: Any, tokens: int, shorter: int) -> list[str]:
@@ -202,6 +218,42 @@ def test_a_real_run_of_grpo(
     assert most.keys() == {"generation", *between, "forward", "backward", "optimizer"}
 
 
+def test_a_real_run_with_completions_from_vllm(toy: Path) -> None:
+    more = {"max_completion_length": 8, "num_generations": 4, "beta": 0.1, "use_vllm": True}
+    real = Running(toy, "grpo", "lora", more, {"steps": 2})
+    counts = iter(real.calls)
+    traced = trace_trl(real.run, lambda *_: next(counts), trainer="grpo", more=more)
+    assert next(counts, None) is None
+    assert traced.parts().total == pytest.approx(real.peak, rel=0.01)
+    assert dict(traced.phases()).keys() == {"reference", "forward", "backward", "optimizer"}
+
+
+def test_vllm_takes_its_part_of_the_card(toy: Path) -> None:
+    run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, hardware={"gpu": "l40s"})
+
+    def predicted(**more: Any) -> MemoryReport:
+        return predict_trl(run, "grpo", {"max_completion_length": 24, **more}, routing=BALANCED)
+
+    alone, beside, on_another = predicted(), predicted(use_vllm=True), predicted(use_vllm=True, vllm_mode="server")
+    assert alone.gpu is not None
+    assert beside.gpu is not None
+    card = find_gpu("l40s")
+    taken = alone.gpu.usable_bytes - beside.gpu.usable_bytes
+    assert taken == math.ceil(0.3 * card.memory.value) + card.context.value
+    assert beside.gpu.name.endswith("less vLLM's 0.3")
+    assert "0.3 of the card" in dict(beside.about)["generator"]
+    assert on_another.gpu == alone.gpu
+    assert on_another.required == beside.required < alone.required
+    for more, named in (
+        ({"vllm_gpu_memory_utilization": 1e-6}, "a second time, in 16 bits"),
+        ({"vllm_gpu_memory_utilization": 1}, "a number below 1"),
+        ({"vllm_mode": "beside"}, "server or colocate"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode"),
+    ):
+        with pytest.raises(UserError, match=named):
+            predicted(use_vllm=True, **more)
+
+
 @pytest.mark.one_in(15)
 @pytest.mark.parametrize("part", ["router", "experts", "lora"])
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "grpo"])
@@ -248,7 +300,7 @@ def test_nothing_is_kept_that_a_real_run_does_not_keep(auto: str, toy: Path) -> 
         ({}, "dpo", {"loss_type": "none"}, "none"),
         ({}, "grpo", {"max_completion_length": 64}, "1 to 63"),
         ({}, "grpo", {"max_completion_length": "long"}, "1 to 63"),
-        ({}, "grpo", {"use_vllm": True}, "vLLM"),
+        ({}, "grpo", {"use_vllm": True}, "name one with --gpu"),
         ({}, "grpo", {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
         ({}, "grpo", {"num_generations": 3}, "num_generations"),
         ({}, "grpo", {"cache_implementation": "offloaded"}, "offloaded"),
