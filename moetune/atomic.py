@@ -1,4 +1,4 @@
-"""Outputs that appear when complete: written in a folder beside, which says whose it is, and renamed.
+"""Outputs that appear when complete: written in a folder beside, then renamed.
 
 The folder of the output `NAME` is `.NAME.moetune`. It holds `of.json`, which says that moetune made it and what for;
 a lock while its process lives; `new`, the output as far as it is written; and `old`, what it replaces. A killed process

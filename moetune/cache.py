@@ -1,4 +1,4 @@
-"""A cache on disk of what can be computed again: a gzip file of JSON for each key.
+"""A cache on disk of what can be computed again: gzipped JSON by key.
 
 A file that is missing, damaged or cannot be read counts as missing; one that cannot be written is left out. Reading
 executes nothing from a file.

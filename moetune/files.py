@@ -1,4 +1,4 @@
-"""Path checks, atomic writes, locks; the ledger of the files that moetune wrote into a folder."""
+"""Path checks, atomic writes, locks; the ledger of what moetune wrote into a folder."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""JSON files validated as Python types, with errors that name the wrong key; sealed JSON files.
+"""JSON files validated as types, with errors that name the wrong key; sealed files.
 
 A sealed document has the form `{"schema": 1, …, "seal": "<SHA-256>"}`, where the seal is the SHA-256 of the JSON of all
 other keys. Reading a sealed document that was edited after it was written raises `UserError`.

@@ -1,1 +1,1 @@
-"""Build the model that trains: load weights, quantize frozen ones, add LoRA, set up checkpointing."""
+"""The model that trains: load weights, quantize frozen ones, add LoRA, set up checkpointing."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: replays routers' choices, keeps more of some layers, or keeps inputs on the host.
+"""Activation checkpointing that replays routers' choices, keeps more of some layers, or offloads inputs.
 
 A checkpointed layer runs its forward pass again during the backward pass. If its router chose again, a tie or a
 nondeterministic kernel could send a token to another expert than before: the gradient would be that of another

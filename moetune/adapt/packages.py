@@ -1,4 +1,4 @@
-"""Packages' kernels of linear attention and Mamba, compared with transformers' own code on the training device.
+"""Packages' kernels of linear attention and Mamba, compared with transformers' code before training.
 
 A package may be installed and still not work here: with some versions of Triton, flash-linear-attention refuses the
 backward pass on Hopper, after a forward pass that ran. A module whose kernels raise or differ runs transformers' own

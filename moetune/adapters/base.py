@@ -1,4 +1,4 @@
-"""`AdapterBase`: the model that an adapter belongs to, with its experts' and layers' names in every program.
+"""`AdapterBase`: the model of an adapter, with experts' and layers' names in every program.
 
 A role is a projection of an expert: `gate`, `up` and `down`, or `gate_up` for gate and up in one matrix.
 """

@@ -1,4 +1,4 @@
-"""`moetune adapter check`: what of an adapter reaches its base, which programs read it as it is."""
+"""`moetune adapter check`: what of an adapter reaches its base, which programs read it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

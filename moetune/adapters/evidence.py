@@ -1,4 +1,4 @@
-"""In which order a stacked matrix holds its experts, by its numbers where names are silent.
+"""The order of experts in a stacked matrix, by its numbers where names are silent.
 
 Three signs, each of which favours one order of B over the other ([out, r, E] or [out, E, r]):
 

@@ -1,4 +1,4 @@
-"""A sketch of an adapter's updates: a number for each projection that shows another reading of factors.
+"""A number for each projection of an adapter, by which a wrong reading is found.
 
 For the update ΔW_e of each expert e of a projection it is Σ_e w_e · u_eᵀ ΔW_e v_e, with random w, u and v that follow
 from the projection's name. moetune stores it with every adapter that it writes. Exchanged factors, experts, ranks, gate

@@ -1,4 +1,4 @@
-"""Stacked layouts: all experts' factors of a projection in two matrices, [E·r, …] and […, r·E].
+"""Stacked layouts: all experts' factors in two matrices, [E·r, …] and […, r·E].
 
 PEFT wraps a module of experts once for each of its parameters that has LoRA (`target_parameters`). The outermost
 wrapper's factors are at `<experts>.lora_A`, those of the next at `<experts>.base_layer.lora_A`, and so on. The two

@@ -1,4 +1,4 @@
-"""`moetune doctor`: print whether this machine can train, and how to fix what prevents it."""
+"""`moetune doctor`: print whether this machine can train, and the remedies."""
 
 from dataclasses import asdict
 from pathlib import Path

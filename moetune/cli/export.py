@@ -1,4 +1,4 @@
-"""`moetune export`: write a trained model as a delta, an adapter or a merged checkpoint."""
+"""`moetune export`: write a trained model as delta, adapter or merged checkpoint."""
 
 from __future__ import annotations
 

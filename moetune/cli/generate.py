@@ -1,4 +1,4 @@
-"""`moetune generate` and `moetune chat`: print text of a run, an adapter or a checkpoint."""
+"""`moetune generate` and `chat`: print text of a run, adapter or checkpoint."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`moetune init`: write a run file to start from: a recipe, or a plan's best candidate."""
+"""`moetune init`: write a run file: a recipe, or a plan's best candidate."""
 
 from __future__ import annotations
 

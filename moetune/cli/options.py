@@ -1,4 +1,4 @@
-"""Shared by all commands: options and their checks, reading a run file, opening a model, printing."""
+"""Shared by commands: options and checks, reading a run file, opening a model, printing."""
 
 from __future__ import annotations
 

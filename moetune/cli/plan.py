@@ -1,4 +1,4 @@
-"""`moetune plan`: print the largest runs that fit a GPU, or the largest value of a setting."""
+"""`moetune plan`: print the largest runs that fit, or a setting's largest value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moetune score`: count which experts a data set uses, write the scores to a file."""
+"""`moetune score`: count which experts a data set uses, write the scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moetune serve`: print, and start, the commands with which vLLM or llama.cpp serves a model."""
+"""`moetune serve`: print and start the commands with which vLLM or llama.cpp serves."""
 
 from typing import Annotated, Any
 

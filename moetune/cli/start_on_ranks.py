@@ -1,4 +1,4 @@
-"""Start a command on each rank of a run, and join the ranks into a process group."""
+"""Start a command on each rank, and join the ranks into a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed: start without output on stdout, trace on one rank, private parts of its optimizers.
+"""DeepSpeed: start without output, trace on one rank, private parts of its optimizers.
 
 Only parallel/deepspeed.py and training/run.py use this file.
 """

@@ -1,4 +1,4 @@
-"""torch: a quick mode of fake tensors, and what they answer otherwise than torch's own."""
+"""torch: a quick mode of fake tensors, and their answers that differ from torch's."""
 
 import functools
 import logging

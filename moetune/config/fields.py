@@ -1,4 +1,4 @@
-"""Types of values in a run file: bounded numbers, memory sizes, paths, lists of layers or experts."""
+"""Types of values in a run file: numbers, memory sizes, paths, lists of layers or experts."""
 
 import re
 from collections.abc import Iterable

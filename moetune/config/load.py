@@ -1,4 +1,4 @@
-"""Read run files: parse YAML, apply `--set`, report all problems in one message with suggestions.
+"""Read run files: YAML, `--set`, all problems in one message with suggestions.
 
 Nothing here imports torch.
 """

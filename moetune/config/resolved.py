@@ -1,4 +1,4 @@
-"""`ResolvedConfig`: the type of a run file whose model-dependent values are filled in; without torch.
+"""`ResolvedConfig`: a run file with model-dependent values filled in; without torch.
 
 `run/resolve.py` makes it from a `RunConfig`; the run file together with its model is `ResolvedRun` (run/resolved.py).
 """

@@ -1,4 +1,4 @@
-"""`ExpertBank`: all experts of a layer, some frozen and quantized, some trained, some with LoRA.
+"""`ExpertBank`: all experts of a layer: frozen and quantized, trained, with LoRA.
 
 An `ExpertBank` replaces the experts module of a transformers model and has the same forward signature. Weights are
 stored as [out, in] whatever layout the model uses. The order of the gate and up rows within gate_up, concatenated or

@@ -1,4 +1,4 @@
-"""Quantized experts and optimizer states on the host, and asynchronous copies to and from the device.
+"""Quantized experts and optimizer states on the host; asynchronous copies.
 
 On a GPU, host memory is pinned, and copies run in parallel with the computation on a stream of their own, ordered by
 events without blocking the host. Device memory of a copy is allocated and freed on the computing stream. On a CPU and

@@ -1,4 +1,4 @@
-"""A projection of a group of experts, forward and backward: quantized, trained in full, or with LoRA.
+"""A projection of a group of experts, forward and backward: quantized, trained, or with LoRA.
 
 Shapes: C experts in the group with N rows together, `in` and `out` features, rank r. Rows are in the compute dtype.
 Everywhere `gemm` (a `GroupedGemm`) says how many of the N rows belong to each expert.

@@ -1,4 +1,4 @@
-"""`apply_delta`: write a copy of a base checkpoint with a delta's tensors in place of its own.
+"""`apply_delta`: a copy of a base checkpoint with a delta's tensors in it.
 
 A delta is a folder that `moetune export --format delta` wrote: the tensors that trained in full precision.
 """

@@ -1,4 +1,4 @@
-"""`moetune.export`: write a trained model as a delta, a PEFT or vLLM adapter, or a merged checkpoint."""
+"""`moetune.export`: write a trained model as delta, adapter or merged checkpoint."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`FinishedRun`: trained tensors, configuration and base of a run, from its folder or a model in memory."""
+"""`FinishedRun`: trained tensors, configuration and base, from a run folder or memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`push`: upload an export to the Hugging Face hub, with a model card of the run."""
+"""`push`: upload an export to the hub, with a model card."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""Formats of frozen weights in memory, checkpoints and exports: a file for each, and a table."""
+"""Formats of frozen weights in memory, checkpoints and exports: a file each, a table."""

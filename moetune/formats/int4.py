@@ -1,4 +1,4 @@
-"""INT4: codes with a scale for each group; which settings of GPTQ, AWQ and compressed-tensors mean it.
+"""INT4: codes with a scale a group; settings of GPTQ, AWQ and compressed-tensors.
 
 compressed-tensors, GPTQ, AutoRound and AWQ store the same numbers in other orders (`int4_layouts.py`). In memory they
 are alike: a weight is (code - zero) · scale.

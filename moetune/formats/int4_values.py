@@ -1,4 +1,4 @@
-"""INT4 in memory: 4-bit codes with a scale and zero point for each group of columns."""
+"""INT4 in memory: 4-bit codes, scale and zero point of each group of columns."""
 
 import torch
 from torch import Tensor

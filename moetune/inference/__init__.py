@@ -1,1 +1,1 @@
-"""Trained models in use: open, evaluate, compare with an export, generate; a run as a page."""
+"""Trained models in use: open, evaluate, compare with an export, generate; a run's page."""

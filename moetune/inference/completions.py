@@ -1,4 +1,4 @@
-"""`moetune generate --prompts`: text for each record of a file, in batches; resumes when interrupted.
+"""`moetune generate --prompts`: text for each record of a file, in batches; resumes.
 
 Batches hold prompts of similar length, the longest first, so that a batch that needs too much memory fails at once. The
 texts are collected in a file in the folder beside the output (`atomic.aside`), with a line for each finished batch. The

@@ -1,4 +1,4 @@
-"""`--predict` of `moetune eval` and `moetune generate`: peak memory from a trace of their forward passes."""
+"""`--predict` of `moetune eval` and `generate`: peak memory of their forward passes."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""`moetune quantize --measure`: what rounding each part of each layer costs, what to leave in 16 bits."""
+"""`moetune quantize --measure`: what rounding each part of each layer costs."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""`moetune serve`: commands with which vLLM or llama.cpp serves a run, an export or a base."""
+"""`moetune serve`: commands with which vLLM or llama.cpp serves a run or export."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`HostMemory`: what a run or command takes of the machine's memory, and how much there is.
+"""`HostMemory`: what a run or command takes of host memory, and how much there is.
 
 Counted is what nothing else can have at the same time: pages of the interpreter and its libraries, and tensors, pinned
 or not. The system's file cache does not count: it is given back when memory is needed. docs/concepts/offload.md

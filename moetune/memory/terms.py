@@ -1,4 +1,4 @@
-"""Lines of a report that explain the peak: what is alive, bytes, page of the docs."""
+"""Lines of a report that explain the peak: what is alive, bytes, docs page."""
 
 import re
 from collections.abc import Iterator

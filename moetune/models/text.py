@@ -1,4 +1,4 @@
-"""The text stack of a checkpoint with towers for images or audio: its class, what is dropped.
+"""The text stack of a checkpoint with vision or audio towers: class, what is dropped.
 
 Such a model is built whole, and then everything but its decoder, embedding and LM head is dropped. So parameters have
 the names of the whole model, exports fit it, and the text passes through the whole model's own forward pass.

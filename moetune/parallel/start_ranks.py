@@ -1,4 +1,4 @@
-"""Start a process per rank on this machine, report the first that fails; without torch."""
+"""Start a process per rank, report the first that fails; without torch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""This machine's GPU and the memory that is free (`card_at_hand`); commands that it cannot hold."""
+"""This machine's GPU and free memory (`card_at_hand`); commands that cannot fit."""
 
 from collections.abc import Callable
 from dataclasses import replace

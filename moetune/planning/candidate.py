@@ -1,4 +1,4 @@
-"""`Candidate`: the largest run of a strategy that fits a GPU, as a plan shows it."""
+"""`Candidate`: a strategy's largest run that fits, as a plan shows it."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""`moetune compare`: predicted memory of several runs on several GPUs, a row for each pair."""
+"""`moetune compare`: predicted memory of several runs on several GPUs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

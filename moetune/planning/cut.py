@@ -1,4 +1,4 @@
-"""Where `parallel.stages: auto` cuts a pipeline: where the fullest rank needs the least of its GPU, by predictions."""
+"""`parallel.stages: auto`: a pipeline cut where the fullest rank needs least, by predictions."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""`moetune doctor`: checks of this machine (packages, CUDA, GPUs, memory) and of a run file."""
+"""`moetune doctor`: checks of this machine and of a run file on it."""
 
 import os
 import sys

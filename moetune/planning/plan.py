@@ -1,4 +1,4 @@
-"""`moetune plan MODEL`: the largest run of each strategy that fits, ranked; or what nearly fits."""
+"""`moetune plan MODEL`: each strategy's largest run that fits, ranked; or what nearly fits."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

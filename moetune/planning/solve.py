@@ -1,4 +1,4 @@
-"""`moetune plan RUN.yaml --solve KEY`: the largest value of a setting that fits, or the smallest GPU.
+"""`moetune plan --solve KEY`: a setting's largest value that fits, or the smallest GPU.
 
 An axis lists the values of a setting by rising memory; fit.py finds the last that fits.
 """

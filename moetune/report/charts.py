@@ -1,4 +1,4 @@
-"""`Chart`, a figure saved as PNG or SVG or embedded; colours of the memory parts.
+"""`Chart`, a figure as PNG or SVG or embedded; colours of memory parts.
 
 Figures are drawn by matplotlib without pyplot, so that no global state is changed. The colours are those of Okabe and
 Ito, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/).

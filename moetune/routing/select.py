@@ -1,4 +1,4 @@
-"""`moetune select`: put a choice of experts into a run file, or as many as fit a budget."""
+"""`moetune select`: put chosen experts into a run file, as many as fit."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,1 +1,1 @@
-"""From a run file to a `ResolvedRun`: model, what trains, precisions, ranks, checks without weights."""
+"""From a run file to a `ResolvedRun`: model, what trains, precisions, ranks, checks."""

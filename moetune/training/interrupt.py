@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the loop saves after the current step; a second one ends at once."""
+"""Ctrl-C and SIGTERM: save after the step; a second one ends at once."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Warnings of a run (idle experts, collapsed routing, lost updates), once, and in the metrics."""
+"""Warnings of a run (idle experts, collapsed routing, lost updates), also in the metrics."""
 
 import math
 

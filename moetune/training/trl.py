@@ -1,4 +1,4 @@
-"""Adapted models in TRL's trainers: the reference, and arguments for what a run file sets."""
+"""Adapted models in TRL's trainers: the reference, arguments from the run file."""
 
 import json
 from dataclasses import dataclass

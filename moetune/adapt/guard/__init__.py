@@ -1,4 +1,4 @@
-"""The guard of a run on CUDA: kernels compared with torch's operations at the run's sizes.
+"""Kernels compared with torch's operations before a run on CUDA.
 
 An operator whose kernel differs, raises or does not finish runs torch's operations instead. It is listed in
 `hardware.without_kernels` of the resolved run, which training writes to the run folder and predictions read.

@@ -1,4 +1,4 @@
-"""Disable kernels that do not work on this machine, by a comparison before a run or an earlier one.
+"""Disable kernels that do not work on this machine, by a comparison now or earlier.
 
 What failed is on disk, in one file for each card and its software, by the sizes that were compared.
 """

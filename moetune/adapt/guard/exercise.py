@@ -1,4 +1,4 @@
-"""The sizes at which a run calls kernels (`sizes_of`), and exercises that make such calls.
+"""The sizes at which a run calls kernels (`sizes_of`), and exercises of them.
 
 An exercise runs a part of the model, forward and backward, on a few random tokens; the guard compares each operator
 that it calls with its reference. So a part of the model that calls a new operator needs a class here with the method

@@ -1,1 +1,1 @@
-"""Layers computed by fewer kernels or with less memory than by transformers; each an autograd function."""
+"""Layers by fewer kernels or less memory than transformers', each an autograd function."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding with the norms of queries and keys: one kernel forward, one backward.
+"""Rotary position embedding with norms of queries and keys: one kernel each way.
 
 transformers' code launches five kernels to rotate queries, five to rotate keys and nine each for their gradients, all
 of which read and write whole tensors. kernels/rotary.py has the formulas. The backward pass keeps the queries

@@ -1,1 +1,1 @@
-"""Load weights (checkpoint, quantized base or random) and quantize the frozen ones on the way."""
+"""Load weights (checkpoint, quantized base, random), quantizing the frozen ones."""

@@ -1,4 +1,4 @@
-"""The checkpoint that frozen weights were read from: record its name and fingerprint, compare later.
+"""The checkpoint of the frozen weights: record its name and fingerprint, compare later.
 
 The fingerprint (models/hub/fingerprint.py) consists of the names, dtypes and shapes of the tensors and the SHA-256 of
 each weight file.

@@ -1,4 +1,4 @@
-"""Read a Hugging Face checkpoint, in 16 bits or a quantized format, into a model."""
+"""Read a Hugging Face checkpoint, 16-bit or quantized, into a model."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Example run files for `moetune init`, one for each task; `configs/` has the same files."""
+"""Example run files for `moetune init`; `configs/` has the same files."""
 
 from pathlib import Path
 

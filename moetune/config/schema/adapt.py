@@ -1,4 +1,4 @@
-"""`adapt:` of a run file: routers, experts, LoRA and other parameters that train; choices by scores."""
+"""`adapt:` of a run file: routers, experts, LoRA, other parameters; choices by scores."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""Memory of `score`, `eval` and `generate`, which only run forward passes, on GPU or CPU.
+"""Memory of `score`, `eval` and `generate`: forward passes on GPU or CPU.
 
 A command gives its own passes (`Passes`), which here run on fake tensors; the model, its weights while they load, the
 GPU's allocator and the host are as for training (`predict`, `trace`).

@@ -1,4 +1,4 @@
-"""`predict_trl`: the memory of a run in a TRL trainer, traced from that trainer's steps."""
+"""`predict_trl`: the memory of a TRL trainer, traced from its own steps."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Choice of the decoder layers that a trace runs, where few stand for many identical ones.
+"""Choice of the decoder layers that a trace runs in place of many identical ones.
 
 Identical layers between identical neighbours allocate the same memory in the same order. So a stack of decoder layers
 is shortened like a walk that visits places again: if two layers are alike, and so are the layers before them, the

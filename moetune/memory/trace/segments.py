@@ -1,4 +1,4 @@
-"""`Segment`: what a function allocated, freed and computed in a trace, to write again without running.
+"""`Segment`: what a function allocated, freed and computed in a trace, written again without running it.
 
 A function that allocates the same storages whenever its inputs have the same shapes, and leaves nothing behind but its
 outputs, is run once. Later calls append its part of the log, and get outputs of the same shapes. So it is with groups

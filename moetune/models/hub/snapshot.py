@@ -1,4 +1,4 @@
-"""Download of a model from the hub, its folder in the cache, and a checkpoint's small files."""
+"""Download of a model from the hub, its cache folder, a checkpoint's small files."""
 
 import shutil
 import sys

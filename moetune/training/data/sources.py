@@ -1,4 +1,4 @@
-"""Open the files and data sets of a run file, and read records one by one.
+"""Open a run file's files and data sets, read records one by one.
 
 spec                            records
 notes.txt (.text .md .rst)      one record, {"text": the whole file}

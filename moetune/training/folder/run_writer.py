@@ -1,4 +1,4 @@
-"""Writes a run folder: checks that a run may start, locks, writes files and checkpoints.
+"""Writes a run folder: checks at the start, lock, files, checkpoints.
 
 The ledger, `.moetune` in the run folder, lists the paths that moetune has written. Any other file is the user's, and is
 neither replaced nor deleted. A file or checkpoint appears when it is complete (`moetune.atomic`). On

@@ -1,4 +1,4 @@
-"""A step over the stages of a pipeline: each rank runs its layers, the last the loss.
+"""A step over the stages of a pipeline; the last rank runs the loss.
 
 Every rank of a pipeline has all micro-batches of the step, in equal shapes. Stages send each other hidden states
 [B, S, H]; masks, positions and rotary tables are computed on each rank from the batch.

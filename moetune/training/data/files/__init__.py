@@ -1,1 +1,1 @@
-"""Data files and folders as rows: a split's files, opened and read record by record."""
+"""Data files and folders as rows: files of a split, read record by record."""
