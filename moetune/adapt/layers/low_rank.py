@@ -1,8 +1,8 @@
 """A frozen linear layer with LoRA as one autograd function.
 
-y = W·x + b + s·B·(A·x). W is frozen and may be quantized; it is dequantized for each pass. The products with the factors use the kernels of the
-experts (kernels/operators.py): one launch forward and two backward, where separate layers need six and nine. x
-and A·x are kept for the backward pass.
+y = W·x + b + s·B·(A·x). W is frozen and may be quantized; it is dequantized for each pass. The products with the
+factors use the kernels of the experts (kernels/operators.py): one launch forward and two backward, where separate
+layers need six and nine. x and A·x are kept for the backward pass.
 
 Shapes: p input features, q output features, r rank, N rows.
 """
