@@ -51,7 +51,7 @@ def predict_trl(
     run = resolve(run, "cuda")
     if run.config.parallel.ranks > 1:
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
-    run = run.keeping({}) if is_open(run.config.train) else run
+    run = run.keeping(run.keeps) if is_open(run.config.train) else run
     tracing = partial(trace_trl, trainer=trainer, more=more or {})
     report = predict_memory(run, tracing=tracing, gpu=gpu, routing=routing, allocator=allocator)
     assumptions = [line for line in report.assumptions if not line.startswith("every sequence has")]
