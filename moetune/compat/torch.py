@@ -217,11 +217,14 @@ def apply_function(function: Any, *args: Any) -> Any:
 
 def is_observed(tensor: Tensor) -> bool:
     """Return whether a dispatch mode, profiler or tensor subclass must see the operators that run on a tensor."""
-    return (
-        type(tensor) not in (Tensor, nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd._profiler_enabled()
-    )
+    return type(tensor) not in _PLAIN or _modes() > 0 or _is_profiled()
+
+
+_PLAIN, _modes, _is_profiled = (
+    (Tensor, nn.Parameter),
+    torch._C._len_torch_dispatch_stack,
+    torch.autograd._profiler_enabled,
+)
 
 
 def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -155,6 +155,7 @@ def _check_path(text: str) -> str:
 
 
 Ids = Annotated[IdSet, BeforeValidator(parse_ids)]
+AutoIds = Annotated[IdSet | Literal["auto"], BeforeValidator(lambda v: v if v == "auto" else parse_ids(v))]
 ExpertIds = Annotated[IdSet | IdsByLayer, BeforeValidator(_parse_expert_ids)]
 Text = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_check_text)]
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]

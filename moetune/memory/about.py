@@ -84,8 +84,10 @@ def checkpointing(run: ResolvedRun) -> str:
     if not isinstance(train.checkpointing, KeptConfig):
         kept = f", rows of {len(run.keeps_rows)} of {counted(layers, 'layer')} kept"
         return train.checkpointing + kept * isinstance(train.keep_rows, int)
-    same = [kept - {"attention"} if "rest" in kept else kept for kept in run.keeps.values()]
+    on_host = sum("host" in kept for kept in run.keeps.values())
+    same = [kept - {"attention" if "rest" in kept else "host"} for kept in run.keeps.values()]
     counts = [f"{_WORDS[kept]} of {same.count(kept)}" for kept in _WORDS if kept in same]
+    counts += [f"inputs of {on_host} on the host"] * bool(on_host)
     return f"full, kept of {counted(run.structure.num_layers, 'layer')}: {', '.join(counts)}"
 
 

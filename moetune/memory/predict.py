@@ -80,7 +80,7 @@ def predict_memory(
     cards = [name if isinstance(name, Gpu) else find_gpu(name) for name in names or ("l40s",)]
     card = cards[0]
     run = as_known(run, card if names else None)
-    run = run.keeping({}) if is_open(run.config.train) else run
+    run = run.keeping(run.keeps) if is_open(run.config.train) else run
     config = run.config
     common = {
         "model": config.model.path,

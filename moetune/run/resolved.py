@@ -199,7 +199,8 @@ class ResolvedRun:
             run = run.running_layer_by_layer(before is not None and before.layer_by_layer is True)
         if before is not None and train.expert_memory == "auto":
             run = run.with_expert_memory(before.expert_memory)
-        return run.keeping({} if before is None else kept_by_layer(before, run.structure)) if is_open(train) else run
+        least = run.keeps if before is None else kept_by_layer(before, run.structure)
+        return run.keeping(least) if is_open(train) else run
 
     def without_layers(self, layers: Collection[int]) -> "ResolvedRun":
         """Return a copy of the run, with a meta model of its own that skips the decoder layers with these indices."""

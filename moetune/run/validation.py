@@ -299,7 +299,7 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
         yield f"train.accumulate: {count} micro-batches do not divide into {rounds} rounds; set a multiple of pp: {pp}"
     if run.config.model.experts_on == "host":
         yield "model.experts_on: host fetches a layer ahead, and stages change direction; set gpu, or parallel.pp: 1"
-    if train.checkpointing == "offload":
+    if any("host" in kept for kept in run.keeps.values()):
         yield "train.checkpointing: offload brings inputs back in one order, and stages have several; set full"
     if train.dense_router_gradient:
         yield "train.dense_router_gradient: it is not tested over the stages of a pipeline; leave it out, or set pp: 1"

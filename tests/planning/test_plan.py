@@ -57,6 +57,27 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
     assert {slowness for goal, slowness in asked if goal == "router"} == {0}
 
 
+@pytest.mark.parametrize("every", [False, True])
+def test_gradients_of_factors_are_freed_early_before_anything_waits_on_the_host(
+    every: bool, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the fused backward is valid: 8-bit states, one micro-batch a step, no clipping by norm."""
+
+    def best(search: Search, tried: list[Strategy]) -> Found:
+        strategy = tried[-1]
+        config = search.smallest(strategy)
+        fits = "optimizer.fused_backward" in strategy.settings or strategy.slowness > 0
+        return Found(Candidate(strategy, config, search.predictor.of(config), 4) if fits else None)
+
+    monkeypatch.setattr(Search, "best", best)
+    found = plan(str(small_model), "24GiB", goals=("lora",), length=64, every=every, beyond=False).candidates[0]
+    train, optimizer = found.config.train, found.config.optimizers["lora"]
+    assert (optimizer.name, optimizer.fused_backward) == ("adamw8bit", True)
+    assert (train.accumulate, train.max_grad_norm, found.config.model.experts_on) == (1, 0, "gpu")
+    assert "fused backward" in found.optimizer
+    assert "no accumulation and no clipping" in str(found.strategy.gives_up)
+
+
 def test_of_ways_to_divide_a_run_over_two_cards_the_fastest_is_shown(small_model: Path) -> None:
     found = plan(str(small_model), "rtx-3090", goals=("router",), count=2, length=64, every=False, beyond=False)
     (one,) = found.candidates

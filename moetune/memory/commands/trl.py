@@ -54,7 +54,7 @@ def predict_trl(
     run = resolve(run, "cuda")
     if run.config.parallel.ranks > 1:
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
-    run = run.keeping({}) if is_open(run.config.train) else run
+    run = run.keeping(run.keeps) if is_open(run.config.train) else run
     tracing, generator = partial(trace_trl, trainer=trainer, more=more or {}), []
     if trainer == "grpo" and (more or {}).get("use_vllm"):
         gpu, generator = _beside_vllm(run, more or {}, gpu)
