@@ -14,7 +14,7 @@ from moetune.errors import counted
 from moetune.formats.table import format_of
 from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
-from moetune.run.stages import bubble, in_flight, stages_a_rank
+from moetune.run.stages import bubble, in_flight
 
 _VERSION: str = vars(sys.modules["moetune"])["__version__"]  # the package is always imported before this module
 
@@ -55,18 +55,17 @@ def version() -> str:
 
 def stages(run: ResolvedRun) -> str:
     """Format the stages of a pipeline: layers and micro-batches in flight of each rank, and the bubble's share."""
-    parallel, count = run.config.parallel, run.config.train.accumulate
-    waits = bubble(parallel.pp, stages_a_rank(parallel), count)
+    parallel = run.config.parallel
+    waits = bubble(parallel, run.config.train.accumulate)
     ranks = "; ".join(held_by(run, rank) for rank in range(parallel.pp))
     return f"{parallel.schedule}: {ranks}; {waits:.0%} of a step waits for other stages"
 
 
 def held_by(run: ResolvedRun, pp: int) -> str:
     """Format the layers and the micro-batches in flight of the rank with the index `pp` on the axis pp."""
-    parallel, count = run.config.parallel, run.config.train.accumulate
+    parallel = run.config.parallel
     layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in run.stages[pp :: parallel.pp])
-    flying = in_flight(parallel.schedule, parallel.pp, pp, stages_a_rank(parallel), count)
-    return f"layers {layers} ({flying} in flight)"
+    return f"layers {layers} ({in_flight(parallel, pp, run.config.train.accumulate)} in flight)"
 
 
 _WORDS: dict[Kept, str] = {

@@ -101,29 +101,22 @@ def flow_of(plain: PreTrainedModel) -> tuple[str, frozenset[str]]:
     for layer in layers:
         layer.register_forward_pre_hook(before, with_kwargs=True)
         layer.register_forward_hook(after, with_kwargs=True)
-    names: dict[int, str] = {}
     try:
         with QuickFakeMode(), without_fake_reports():
             _fill(model)
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(parameter.is_floating_point())
-                names[id(parameter)] = name
+            weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
+            for weight in weights.values():
+                weight.requires_grad_()
             with without_packages(model):
                 logits = model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=False).logits
+            gradients = torch.autograd.grad(logits.sum(), [*weights.values()], allow_unused=True)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return "its code reads the values of tensors", frozenset()
-    found, nodes, seen = set(), [logits.grad_fn], set()
-    while nodes:
-        if (node := nodes.pop()) is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(names[id(leaf)])
-        nodes += [following for following, _ in node.next_functions]
+    after_last = frozenset(name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None)
     embedding = model.get_input_embeddings().weight
-    if model.get_output_embeddings().weight is not embedding and names[id(embedding)] in found:
+    if model.get_output_embeddings().weight is not embedding and any(weights[name] is embedding for name in after_last):
         wrong.append("what follows the layers takes the embedding's output")
-    return next(iter(wrong), ""), frozenset(found)
+    return next(iter(wrong), ""), after_last
 
 
 def _fill(model: nn.Module) -> None:

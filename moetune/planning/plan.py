@@ -173,13 +173,14 @@ def plan(
     start = read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan")
     search = Search(start, gpu, tight, routing or UNKNOWN, trainer)
     base = source.quantization.base
-    # A trace of a pipeline runs all micro-batches of a step, which takes long where layers have a state.
-    pipelines = count > 1 and not layers_with_state(resolve_model(start.model).plain)
+    no_pipeline: dict[Goal, str] = {"experts": "its stages would be cut anew for each number of experts"}
+    if count > 1 and layers_with_state(resolve_model(start.model).plain):
+        no_pipeline = dict.fromkeys(GOALS, "tracing all micro-batches of layers with a state takes minutes")
     of_goals = {
         goal: [
             one
             for one in strategies(goal, search.structure, count, base, in_trl=trainer is not None)
-            if pipelines or "parallel.pp" not in one.layout
+            if goal not in no_pipeline or "parallel.pp" not in one.layout
         ]
         for goal in goals
         if search.structure.moe_layers or goal == "lora"
@@ -197,8 +198,11 @@ def plan(
     refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
     for strategy, reason in (pair for result in results for pair in result.refused):
         refused.setdefault((strategy.goal, reason), []).append(strategy.words)
-    notes = ["no pipeline was tried: `moetune predict --set parallel.pp` tells what one needs"]
-    notes = notes if count > 1 and not pipelines else []
+    notes = [
+        f"{goal}: no pipeline was tried: {no_pipeline[goal]}; `moetune predict --set parallel.pp={count}` predicts one"
+        for goal in of_goals
+        if count > 1 and goal in no_pipeline
+    ]
     notes += [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
     notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
     notes += dict.fromkeys(note for one in candidates for note in one.report.notes)
