@@ -35,7 +35,7 @@ _MOST_SIDE = 2**31
 def shortened(plain: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model that runs one of identical decoder layers, whose experts return what they are given."""
     made, layers = [*made_alike(plain).values()], [*decoder_layers(plain).values()]
-    again = {number for number, one in enumerate(made) if one in made[:number]}
+    again = {number for number, layer in enumerate(made) if layer in made[:number]}
     model = copy.deepcopy(plain, {id(layers[number]): layers[number] for number in again})
     leave_out(model, again)
     for path in [path for path, module in model.named_modules() if is_experts(module)]:
@@ -112,18 +112,18 @@ def flow_of(plain: PreTrainedModel) -> tuple[str, frozenset[str]]:
                 logits = model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=False).logits
     except (DataDependentOutputException, DynamicOutputShapeException):
         return "its code reads the values of tensors", frozenset()
-    found, nodes, seen = set(), [logits.grad_fn], set()
+    reached, nodes, seen = set(), [logits.grad_fn], set()
     while nodes:
         if (node := nodes.pop()) is None or node in seen:
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(names[id(leaf)])
+            reached.add(names[id(leaf)])
         nodes += [following for following, _ in node.next_functions]
     embedding = model.get_input_embeddings().weight
-    if model.get_output_embeddings().weight is not embedding and names[id(embedding)] in found:
+    if model.get_output_embeddings().weight is not embedding and names[id(embedding)] in reached:
         wrong.append("what follows the layers takes the embedding's output")
-    return next(iter(wrong), ""), frozenset(found)
+    return next(iter(wrong), ""), frozenset(reached)
 
 
 def _fill(model: nn.Module) -> None:
@@ -144,7 +144,8 @@ def unknown_rope_type(config: PretrainedConfig) -> str | None:
     """Return a line about the first type of rotary embedding in a configuration that transformers does not have."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         ropes = getattr(part, "rope_parameters", None) or {}
-        for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):  # or one for each kind of layer
+        # They are the settings, or hold those of each kind of layer.
+        for rope in (ropes, *(inner for inner in ropes.values() if isinstance(inner, dict))):
             if (kind := rope.get("rope_type", "default")) not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
                 return f"rope_type {shown(kind)} (rope_scaling or rope_parameters) is none of {', '.join(known)}"
     return None
