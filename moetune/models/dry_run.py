@@ -35,7 +35,7 @@ _MOST_SIDE = 2**31
 def shortened(plain: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model that runs one of identical decoder layers, whose experts return what they are given."""
     made, layers = [*made_alike(plain).values()], [*decoder_layers(plain).values()]
-    again = {number for number, one in enumerate(made) if one in made[:number]}
+    again = {number for number, layer in enumerate(made) if layer in made[:number]}
     model = copy.deepcopy(plain, {id(layers[number]): layers[number] for number in again})
     leave_out(model, again)
     for path in [path for path, module in model.named_modules() if is_experts(module)]:
@@ -137,7 +137,8 @@ def unknown_rope_type(config: PretrainedConfig) -> str | None:
     """Return a line about the first type of rotary embedding in a configuration that transformers does not have."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         ropes = getattr(part, "rope_parameters", None) or {}
-        for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):  # or one for each kind of layer
+        # They are the settings, or hold those of each kind of layer.
+        for rope in (ropes, *(inner for inner in ropes.values() if isinstance(inner, dict))):
             if (kind := rope.get("rope_type", "default")) not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
                 return f"rope_type {shown(kind)} (rope_scaling or rope_parameters) is none of {', '.join(known)}"
     return None

@@ -109,7 +109,7 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict, left: L
         if after is not None and after.report.required < now.report.required:
             taken, now = [*taken, saving], after
     for saving in taken[-2::-1]:
-        rest = [other for other in taken if other is not saving]
+        rest = [kept for kept in taken if kept is not saving]
         if (without := _with(config, rest, predict)) is not None and left(without.report) >= 0:
             taken, now = rest, without
     return now

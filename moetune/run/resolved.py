@@ -221,7 +221,7 @@ class ResolvedRun:
     def embedding(self) -> str:
         """Name of the weight of the input embedding."""
         weight = self.model.plain.get_input_embeddings().weight
-        return next(name for name, one in self.model.plain.named_parameters() if one is weight)
+        return next(name for name, parameter in self.model.plain.named_parameters() if parameter is weight)
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
@@ -279,9 +279,9 @@ class ResolvedRun:
         model = self.config.model.path
         for where, scores in self.scored:
             if scores.base != base:
-                there, here = (f"base {digest[:12]}" if digest else "random weights" for digest in (scores.base, base))
+                theirs, ours = (f"base {digest[:12]}" if digest else "random weights" for digest in (scores.base, base))
                 raise UserError(
-                    f"{where}: the scores are of {scores.model!r} ({there}), and model.path is {model!r} ({here}); "
+                    f"{where}: the scores are of {scores.model!r} ({theirs}), and model.path is {model!r} ({ours}); "
                     "record them again with moetune score"
                 )
 

@@ -41,10 +41,10 @@ def least_stages(layers: Sequence[int], stages: Sequence[tuple[int, int]]) -> tu
         the sum of the squares of the shares, and the ends."""
         if stage == count:
             return 0.0, 0.0, ()
-        (beside, room), cuts = stages[stage], []
+        (beside, memory), cuts = stages[stage], []
         later = count - stage - 1
         for end in range(start + 1, len(layers) - later + 1) if later else (len(layers),):
-            share = (before[end] - before[start] + beside) / room
+            share = (before[end] - before[start] + beside) / memory
             largest, squares, ends = best(stage + 1, end)
             cuts.append((max(largest, share), squares + share * share, (end, *ends)))
         return min(cuts)

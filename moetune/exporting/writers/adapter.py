@@ -145,7 +145,7 @@ def _saved_modules(run: FinishedRun, base: AdapterBase) -> tuple[str, ...]:
         )
     with_factors = sorted({*adapted.selection.lora_linears, *base.layers})
     for path in sorted(paths):
-        if inside := [other for other in with_factors if f"{other}.".startswith(f"{path}.")]:
+        if inside := [name for name in with_factors if f"{name}.".startswith(f"{path}.")]:
             raise UserError(
                 f"parameters of {path!r} train in full precision, and PEFT saves modules whole: that one holds "
                 f"{inside[0]}, which it cannot save; use --format delta or merged"
