@@ -62,7 +62,7 @@ class QuickLaunch:
         self._planned: dict[tuple[object, ...], tuple[Any, ...]] = {}
         self._tensors = -1
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         """Return a function that launches the kernel on `grid`, one to three program counts."""
         return partial(self._launch, grid)
 
