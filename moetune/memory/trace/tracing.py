@@ -4,7 +4,7 @@ The model comes from the same `build` as in training, and step and optimizer are
 of tokens that each expert receives is assumed (`routing`), because shapes depend on it and fake tensors have no values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from moetune.errors import UserError
 from moetune.experts.context import CountReceived, CountRows, received_as_sent
 from moetune.kernels.registry import using_kernels
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting, Replayed
-from moetune.memory.trace.alike import Shortened, shorten
+from moetune.memory.trace.alike import Shortened, Stack, shorten
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.views import Trace
@@ -93,9 +93,13 @@ def trace(
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
             else:
                 most, least = 2 if micro_steps_are_alike(config.parallel) else 3, 1
+                turns: Sequence[int] = ()
                 if config.parallel.pp > 1 or whole.layer_by_layer:  # what all micro-batches hold exists at once
                     most, least = config.train.accumulate, config.parallel.pp
-                traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short)
+                if whole.layer_by_layer and shortened and isinstance(routing, AssumedRouting):
+                    alike = Stack.of([None] * config.train.accumulate)
+                    most, turns = len(alike.kept), alike.like
+                traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short, turns=turns)
         return replace(traced, load=load_peaks(whole.held_at(Coordinates.of(config.parallel, rank).pp), traced))
 
 

@@ -33,7 +33,7 @@ from moetune.memory.kernels import workspace
 from moetune.memory.phases import FORWARD_PHASES, ONCE_PHASES, Phase
 from moetune.memory.report import PartName
 from moetune.memory.time.work import Done, Work, WorkPart, size_of, tensors_in, works, written_by
-from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
+from moetune.memory.trace.log import OUTSIDE, Block, Cut, Log, Mark, Sent, Turn
 from moetune.memory.trace.segments import Point, Segment, key_of
 from moetune.parallel.messages import NAMESPACES, message
 
@@ -97,6 +97,7 @@ class Tracker(TorchDispatchMode):
         self.module = ""
         self.modules = modules
         self._stack: list[tuple[str, Phase]] = []
+        self._paused: dict[int, tuple[list[tuple[str, Phase]], str]] = {}  # micro-batch -> stack and module
         self._alive: dict[int, int] = {}  # id of a storage -> number of its block
         self._knows_host = False  # whether any block is in host memory
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -389,15 +390,27 @@ class Tracker(TorchDispatchMode):
             self.phase, self.module = phase, module
             self.log.marks.append(Mark(len(self.log.entries), self.step, self.micro_step, phase, module))
 
+    @property
+    def turn(self) -> int:
+        """Number of the micro-batch whose turn it is; `OUTSIDE` if no micro-batch takes turns with others."""
+        return self.log.turns[-1].micro_batch if self.log.turns else OUTSIDE
+
+    def take_turn(self, micro_batch: int) -> None:
+        """Record that from now on this micro-batch computes, or with `OUTSIDE` none of several."""
+        if self.turn != micro_batch:
+            self.log.turns.append(Turn(len(self.log.entries), micro_batch))
+
     @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Leave the modules that run within the `with` block, in which another forward pass goes on."""
-        stack, module = self._stack, self.module
+    def turn_of(self, micro_batch: int) -> Iterator[None]:
+        """Record what runs within the `with` block as a micro-batch's, in the modules in which its last turn ended."""
+        self._stack, module = self._paused.pop(micro_batch, ([], ""))
+        self.take_turn(micro_batch)
+        self.enter(self.phase, module)
+        yield
+        self._paused[micro_batch] = self._stack, self.module
         self._stack = []
         self.enter(self.phase)
-        yield
-        self._stack = stack
-        self.enter(self.phase, module)
+        self.take_turn(OUTSIDE)
 
     def enter_experts(self, experts: Sequence[int]) -> None:
         """End the group of experts that was computed; `experts` are those that are computed next, empty for none."""

@@ -2,6 +2,7 @@
 several."""
 
 from collections import Counter
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,16 @@ def is_alike(block: Block) -> bool:
 
 
 def order(traced: Trace) -> list[tuple[int, int]]:
-    """Births and deaths of all forward and backward passes on the device, in order."""
+    """Births and deaths of all forward and backward passes on the device, in order; deaths between two births by size,
+    because memory is the same in whatever order they come."""
     counts = {at: mark.phase not in ("load", "optimizer") for at, mark, *_ in traced.events.marks}
     counting, events, blocks = False, [], blocks_of(traced)
     for at, (storage, sign) in enumerate(zip(traced.events.storages, traced.events.signs, strict=True)):
         counting = counts.get(at, counting)
         if counting and not blocks[storage].on_host and is_alike(blocks[storage]):
             events.append((int(sign), blocks[storage].bytes))
-    return events
+    runs = (list(run) for _, run in groupby(events, key=lambda event: event[0]))
+    return [event for run in runs for event in (run if run[0][0] > 0 else sorted(run))]
 
 
 def same(short: Trace, whole: Trace) -> None:
