@@ -157,7 +157,8 @@ class Steps(Watched):
 
         Args:
             micro_steps: micro-steps of each step.
-            first: micro-steps of the first step, None for `micro_steps`. If given, only the last step's peak counts.
+            first: micro-steps of the first step, None for `micro_steps`. If given, only the last step's peak counts; 0
+                only creates the optimizer states.
             tracking: False to record only phases, modules and layer boundaries, and no operations.
             short: layers that ran and groups that stand for others; None if all layers ran.
             turns: for each micro-batch of the last step, the one that runs that stands for it; empty if none does.
@@ -168,14 +169,17 @@ class Steps(Watched):
         with self._following(tracker, tracking), self._noting_counts(tracker):
             for step in range(steps):
                 tracker.step = step
-                self._step(tracker, first if first and step == 0 else micro_steps)
+                if first == 0 == step:
+                    self._create_states(tracker)
+                else:
+                    self._step(tracker, first if first and step == 0 else micro_steps)
                 self._say_whose_states(tracker)
             self._evaluate(tracker)
         self.watch.remove()
         tracker.stop()
         # A first step of fewer micro-steps takes no more than the last, in which optimizer states exist from the start.
         left_out = 0 if turns else self.config.train.accumulate - micro_steps
-        axis_of, last_step = self.adapted.ranks.axis_of, bool(first)
+        axis_of, last_step = self.adapted.ranks.axis_of, first is not None
         return Trace.of(tracker.log, axis_of, short=short, turns=turns, left_out=left_out, last_step=last_step)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
@@ -245,6 +249,23 @@ class Steps(Watched):
         self.stepper.finish()
         # the host reads the gradient norm, and once more to clip
         tracker.note(Work(synchronizations=2 if self.config.train.max_grad_norm else 1))
+        self._add_states(tracker)
+
+    def _create_states(self, tracker: Tracker) -> None:
+        """Update each parameter once, with a gradient of no micro-step."""
+        tracker.enter("optimizer")
+        for updater in self.optimizer.updaters:
+            for parameter in updater.parameters:
+                parameter.grad = torch.empty_like(parameter)
+                if isinstance(updater, HostUpdater):
+                    updater.take(parameter)
+                    updater.host_copies.finish()
+            updater.step()
+            for parameter in updater.parameters:
+                parameter.grad = None
+        self._add_states(tracker)
+
+    def _add_states(self, tracker: Tracker) -> None:
         for tensor in self.optimizer.states():  # quantization maps were created before the tracker was active
             tracker.add(tensor)
         tracker.tag(self.optimizer.states(), "optimizer_states")

@@ -207,7 +207,8 @@ class Trace:
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
 
     def phases(self) -> tuple[tuple[Phase, int], ...]:
-        """Return (phase, most bytes alive on the device in it) for each phase, in the order in which they begin.
+        """Return (phase, most bytes alive on the device in it) for each phase, in the order in which they begin, of the
+        steps whose peak counts.
 
         Loading is left out, and recomputation counts as the backward pass.
         """
@@ -216,7 +217,7 @@ class Trace:
         for (at, mark, *_), until in zip(self.events.marks, [*begins[1:], self.end + 1], strict=True):
             phase: Phase = "backward" if mark.phase == "recompute" else mark.phase
             alive = self.device[max(0, at - 1) : until]  # what is alive when the phase begins counts
-            if phase != "load":
+            if phase != "load" and at >= self.begin:
                 most[phase] = max(most.get(phase, 0), int(alive.max(initial=0)))
         return tuple(most.items())
 
