@@ -26,9 +26,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetune.adapt.attention import Capability
-from moetune.adapt.scans import Outputs, running_by
 from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
+from moetune.kernels.runner import Outputs, running_by
 from moetune.memory.kernels import workspace
 from moetune.memory.phases import FORWARD_PHASES, ONCE_PHASES, Phase
 from moetune.memory.report import PartName
@@ -234,7 +234,7 @@ class Tracker(TorchDispatchMode):
     def __enter__(self) -> "Tracker":
         self._stacked = ExitStack()
         self._stacked.enter_context(noting_resizes(self.resized))
-        self._stacked.enter_context(running_by(self._run))
+        self._stacked.enter_context(running_by(self._run, self._each))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -264,11 +264,22 @@ class Tracker(TorchDispatchMode):
             self._add_work(segment, start.entries, inputs)
         return made
 
-    def _add_work(self, segment: Segment, at: int, inputs: Sequence[int | None]) -> None:
-        """Record the work of a segment whose first entry is `log.entries[at]`."""
+    def _each(self, count: int, tensor: Tensor) -> Iterator[int]:
+        """Yield the numbers of a loop that are run: of fake tensors 0 and 1, whose work counts for all others too. What
+        these allocate is not written: it was allocated and freed before."""
+        yield from range(min(count, 1))
+        start, self._sum = Point.of(self.log), None
+        for number in range(1, count):
+            yield number
+            if number == 1 and key_of([tensor]) and self._since(start, times=count - 1) is not None:
+                return
+
+    def _add_work(self, segment: Segment, at: int, inputs: Sequence[int | None], times: int = 1) -> None:
+        """Record the work of a segment whose first entry is `log.entries[at]`, and that is done so many times."""
+        of_all = {"at": at, "step": self.step, "micro_step": self.micro_step}
         for one in segment.done:
             block = None if one.block is None else inputs[one.block]
-            self.log.done.append(one._replace(at=at, step=self.step, micro_step=self.micro_step, block=block))
+            self.log.done.append(one._replace(block=block, times=one.times * times, **of_all))
 
     def _written(self, segment: Segment, inputs: Sequence[int | None]) -> Outputs:
         """Write a segment at the end of the log, for inputs with these blocks; return its outputs."""
@@ -432,12 +443,19 @@ class Tracker(TorchDispatchMode):
         if self._group is None:
             return
         (key, start), self._group = self._group, None
+        if (segment := self._since(start)) is not None:
+            self._groups[key] = segment
+
+    def _since(self, start: Point, times: int = 1) -> tuple[Segment, list[int]] | None:
+        """Return what was recorded since `start`, if it leaves nothing behind, and the blocks that it works on. Its
+        work then counts so many times."""
         blocks = (one.block for one in self.log.done[start.done :] if one.block is not None)
         inputs = list(dict.fromkeys(block for block in blocks if block < start.blocks))
-        if (segment := Segment.of(self.log, start, inputs, (), ())) is not None:
-            self._groups[key] = segment, inputs
-            del self.log.done[start.done :]
-            self._add_work(segment, start.entries, inputs)
+        if (segment := Segment.of(self.log, start, inputs, (), ())) is None:
+            return None
+        del self.log.done[start.done :]
+        self._add_work(segment, start.entries, inputs, times)
+        return segment, inputs
 
     def cut(self, layer: int, *, backward: bool) -> None:
         """Record the end of a decoder layer's forward pass, or with `backward` the start of its backward pass.
