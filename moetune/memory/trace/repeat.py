@@ -137,6 +137,9 @@ class Owners:
             ],
             dtype=np.int64,
         )
+        if turns:  # what micro-batches add up to is allocated once
+            outlives = [b.died is None or layers[b.died] == OUTSIDE for b in log.blocks]
+            self.of[[b.part == "gradients" and alone for b, alone in zip(log.blocks, outlives, strict=True)]] = OUTSIDE
 
     @cached_property
     def _roles(self) -> tuple[list[tuple[Hashable, int]], dict[tuple[int, Hashable, int], int]]:
@@ -252,7 +255,7 @@ def all_turns(log: Log, like: Sequence[int]) -> Log:
     For each micro-batch of the step, `like` is the number of the one that ran that stands for it.
     """
     events = Events.of(log, range(max(like) + 1), like, turns=True)
-    at, end = events.at.tolist(), len(events.signs)
+    at, end, count = events.at.tolist(), len(events.signs), Counter[int | None]({OUTSIDE: 1, None: 1, **Counter(like)})
     first = {block: storage for storage, block in reversed([*enumerate(events.like.tolist())])}
     lifetimes = zip(events.like.tolist(), events.born.tolist(), events.died.tolist(), strict=True)
 
@@ -265,8 +268,8 @@ def all_turns(log: Log, like: Sequence[int]) -> Log:
         np.where(events.signs > 0, events.storages, ~events.storages).tolist(),
         [replace(mark, at=event) for event, mark, *_ in events.marks],
         [cut._replace(at=at[cut.at]) for cut in log.cuts],
-        sent=[moved(one) for one in log.sent for _ in range(events.times(one.at, one.block))],
-        done=[moved(one)._replace(times=one.times * events.times(one.at, one.block)) for one in log.done],
+        sent=[moved(one) for one in log.sent for _ in range(count[one.micro_step])],
+        done=[moved(one)._replace(times=one.times * count[one.micro_step]) for one in log.done],
     )
 
 
@@ -373,7 +376,7 @@ class _Expansion:
         order = [layer for layer, own in enumerate(self.like) if own in of_layers]
         if next(iter(of_layers.values())).backward:
             order.reverse()
-        last = {self.like[layer]: layer for layer in order}
+        first, last = ({self.like[layer]: layer for layer in those} for those in (order[::-1], order))
         for layer in order:
             own = self.like[layer]
             stretch = of_layers[own]
@@ -387,8 +390,10 @@ class _Expansion:
                 far[at] = same is None
                 block[at] = same or 0
             rows = place[~far], block[~far], of[~far]
-            if layer == last[own] and far.any():
-                columns = [np.concatenate(both) for both in zip(rows, self._of_all(place[far]), strict=True)]
+            # what all share is allocated with the first copy; all else is written with the last
+            shared = self.births[place] & (self.owners.of[block] == OUTSIDE)
+            if (written := far & np.where(shared, layer == first[own], layer == last[own])).any():
+                columns = [np.concatenate(both) for both in zip(rows, self._of_all(place[written]), strict=True)]
                 in_order = np.argsort(columns[0], kind="stable")
                 rows = columns[0][in_order], columns[1][in_order], columns[2][in_order]
             self._add(len(self.turns), *rows)

@@ -276,7 +276,7 @@ class Tracker(TorchDispatchMode):
 
     def _add_work(self, segment: Segment, at: int, inputs: Sequence[int | None], times: int = 1) -> None:
         """Record the work of a segment whose first entry is `log.entries[at]`, and that is done so many times."""
-        of_all = {"at": at, "step": self.step, "micro_step": self.micro_step}
+        of_all = {"at": at, "step": self.step, "micro_step": self.turn}
         for one in segment.done:
             block = None if one.block is None else inputs[one.block]
             self.log.done.append(one._replace(block=block, times=one.times * times, **of_all))
@@ -311,7 +311,7 @@ class Tracker(TorchDispatchMode):
             return func(*args, **(kwargs or {}))  # allocates nothing, does no work
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next(map(self.block_of, tensors_in(args)), None)
-            micro_step = None if self.phase in ONCE_PHASES else self.micro_step
+            micro_step = None if self.phase in ONCE_PHASES else self.turn
             self.log.sent.append(Sent(len(self.log.entries), self.step, micro_step, self.phase, sent, found))
         kwargs, capability = kwargs or {}, self._capability
         inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))
@@ -368,7 +368,7 @@ class Tracker(TorchDispatchMode):
             of: a tensor whose storage belongs to the decoder layer that the work counts for; None if unknown.
         """
         if self.counts and self.phase not in ("load", "evaluation"):
-            micro_step = None if self.phase in ONCE_PHASES else self.micro_step
+            micro_step = None if self.phase in ONCE_PHASES else self.turn
             block = None if of is None else self.block_of(of)
             self.log.done.append(Done(self.place(), self.step, micro_step, part or self.part(), work, block))
 
@@ -403,12 +403,12 @@ class Tracker(TorchDispatchMode):
 
     @property
     def turn(self) -> int:
-        """Number of the micro-batch whose turn it is; `OUTSIDE` if no micro-batch takes turns with others."""
-        return self.log.turns[-1].micro_batch if self.log.turns else OUTSIDE
+        """Number of the micro-batch that computes, in its step; `OUTSIDE` for what several that take turns share."""
+        return self.log.turns[-1].micro_batch if self.log.turns else self.micro_step
 
     def take_turn(self, micro_batch: int) -> None:
         """Record that from now on this micro-batch computes, or with `OUTSIDE` none of several."""
-        if self.turn != micro_batch:
+        if not self.log.turns or self.turn != micro_batch:
             self.log.turns.append(Turn(len(self.log.entries), micro_batch))
 
     @contextmanager
