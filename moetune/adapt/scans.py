@@ -22,6 +22,7 @@ from moetune.compat.transformers import scans_of
 from moetune.kernels.runner import Outputs, Runner
 from moetune.models.stack import decoder_layers
 
+
 class _Scanning(nn.Module):
     """Base class of modules whose scans, where transformers' own code computes them, keep only their inputs."""
 

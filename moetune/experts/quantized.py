@@ -131,7 +131,9 @@ class QuantizedExperts(HostModule):
             return weight
 
         count = which.stop - which.start
-        return rounding.rounded(map(exact, Runner.each(count, stored["data"])), count, dtype, pieces=self.pieces, stored=stored)
+        return rounding.rounded(
+            map(exact, Runner.each(count, stored["data"])), count, dtype, pieces=self.pieces, stored=stored
+        )
 
     def _rows(self, which: slice) -> Mapping[str, Tensor]:
         """Return the rows of the buffers that hold the matrices of a slice, and the tables."""

@@ -111,9 +111,7 @@ class Predictor:
                 report = predict_trl(run, trainer.trainer, trainer.more, gpu=self.gpu, routing=routing)
             else:
                 other = partial(self._kept, run, simulated=False)
-                report = predict_memory(
-                    run, gpu=self.gpu, routing=routing, simulated=simulated, unsimulated=other
-                )
+                report = predict_memory(run, gpu=self.gpu, routing=routing, simulated=simulated, unsimulated=other)
             write_cached(file, MemoryReport, report)
         return report
 

@@ -99,7 +99,9 @@ def stretches_of_turns(log: Log) -> list[Stretch]:
             continue
         if before == number and passes[-1]:
             passes[-1][-1] = passes[-1][-1][0], stop, number
-        elif OUTSIDE in (before, number) or len(passes[-1]) > 1 and (passes[-1][0][2] < before) is not (before < number):
+        elif OUTSIDE in (before, number) or (
+            len(passes[-1]) > 1 and (passes[-1][0][2] < before) is not (before < number)
+        ):
             passes.append([(start, stop, number)])
         else:
             passes[-1].append((start, stop, number))
@@ -345,7 +347,10 @@ class _Expansion:
     def _first_of_each(self) -> np.ndarray:
         """Return [entries + 1] turn · entries + place of the first repetition of each entry of the log, and of its
         end."""
-        length, turns = len(self.log.entries), {stretch.start: at for at, (stretch, _) in reversed([*enumerate(self.turns)])}
+        length, turns = (
+            len(self.log.entries),
+            {stretch.start: at for at, (stretch, _) in reversed([*enumerate(self.turns)])},
+        )
         first = np.array([turns[stretch.start] for stretch in self.owners.stretches], dtype=np.int64)
         return np.append(first[self.owners.stretch_at] * length + np.arange(length), len(self.turns) * length)
 
