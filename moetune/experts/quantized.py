@@ -14,6 +14,7 @@ from moetune.config.schema import Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
 from moetune.formats.rounding import Rounding
 from moetune.formats.table import format_of
+from moetune.kernels.runner import Runner
 
 
 class QuantizedExperts(HostModule):
@@ -130,7 +131,9 @@ class QuantizedExperts(HostModule):
             return weight
 
         count = which.stop - which.start
-        return rounding.rounded(map(exact, range(count)), count, dtype, pieces=self.pieces, stored=stored)
+        return rounding.rounded(
+            map(exact, Runner.each(count, stored["data"])), count, dtype, pieces=self.pieces, stored=stored
+        )
 
     def _rows(self, which: slice) -> Mapping[str, Tensor]:
         """Return the rows of the buffers that hold the matrices of a slice, and the tables."""
