@@ -69,6 +69,9 @@ class QuantizedExperts(HostModule):
         """Whether the buffers stay in host memory."""
         return self.prefetcher is not None
 
+    def names_on_host(self) -> list[str]:
+        return [*self._buffers] if self.on_host else []
+
     def is_table(self, name: str) -> bool:
         """Return whether the buffer with the last part of `name` is one that all matrices share."""
         return name.rpartition(".")[2] in self._tables
