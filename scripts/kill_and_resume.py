@@ -3,9 +3,10 @@
     python scripts/kill_and_resume.py --kills 30
     python scripts/kill_and_resume.py --kills 20 --stages 2     # a pipeline: kills its launcher or one of its ranks
 
-Takes a reference run of the tiny model, then starts the same run again and again, kills it (SIGKILL) after a random
-time, start-up and checkpoint writes included, resumes it with `--resume auto`, and compares every logged loss and the
-last checkpoint's trained tensors and optimizer with the reference, bit for bit. Exit code 1: one differed.
+Takes a reference run of the tiny model, then starts the same run again and again, kills it (SIGKILL) at a random moment
+of its start-up or of one of its steps, checkpoint writes included, resumes it with `--resume auto`, and compares every
+logged loss and the last checkpoint's trained tensors and optimizer with the reference, bit for bit. Exit code 1: one
+differed.
 """
 
 from __future__ import annotations
@@ -26,23 +27,36 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
-STEPS = 10
+LAYERS, STEPS = 4, 10
 
 
 def command(output: Path, stages: int, *more: str) -> list[str]:
     settings = [f"output={output}", f"train.steps={STEPS}", "train.save_every=1", "train.eval_every=5"]
-    settings += [f"parallel.pp={stages}", "train.accumulate=4"] if stages > 1 else []
+    if stages > 1:  # cut evenly at once, not by predictions
+        cut = [[LAYERS * stage // stages, LAYERS * (stage + 1) // stages - 1] for stage in range(stages)]
+        settings += [f"parallel.pp={stages}", f"parallel.stages={cut}", "train.accumulate=4"]
     flags = [word for setting in settings for word in ("--set", setting)]
     return [sys.executable, "-m", "moetune", "train", str(ROOT / "configs" / "tiny-experts.yaml"), *flags, *more]
 
 
-def run(*arguments: str, output: Path, stages: int, kill_after: float | None = None, whom: float = 0) -> bool:
-    """Runs the command; returns whether it was killed: the launcher or, at `whom` of 0 to 1, one of its ranks."""
+def logged(output: Path) -> int:
+    """How many steps the run has logged."""
+    file = output / "metrics.jsonl"
+    return sum('"loss"' in line for line in file.read_text().splitlines()) if file.exists() else 0
+
+
+def run(
+    *arguments: str, output: Path, stages: int, kill_at: float | None = None, after: float = 0, whom: float = 0
+) -> bool:
+    """Runs the command; returns whether it was killed: the launcher or, at `whom` of 0 to 1, one of its ranks; `after`
+    seconds after it has logged `kill_at` steps."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command(output, stages, *arguments), env=environment, stderr=subprocess.PIPE, stdout=-3)
-    if kill_after is not None:
+    if kill_at is not None:
+        while process.poll() is None and logged(output) < kill_at:
+            time.sleep(0.02)
         try:
-            process.wait(kill_after)
+            process.wait(after)
         except subprocess.TimeoutExpired:
             ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             processes = [process.pid, *map(int, ranks)]
@@ -83,12 +97,14 @@ def main() -> int:
         run(output=folder / "reference", stages=options.stages)
         seconds = time.perf_counter() - start
         reference = result(folder / "reference")
-        moments = [(draw.uniform(0.3, 1.0) * seconds, draw.random()) for _ in range(options.kills)]
+        # most of the time goes into starting, before the first step
+        moments = [(draw.randrange(STEPS), draw.random(), draw.random()) for _ in range(options.kills)]
 
         def once(number: int) -> str:
             output = folder / f"run-{number}"
-            moment, whom = moments[number]
-            if not run(output=output, stages=options.stages, kill_after=moment, whom=whom):
+            steps, part, whom = moments[number]
+            after = part * seconds * (0.02 if steps else 0.8)
+            if not run(output=output, stages=options.stages, kill_at=steps, after=after, whom=whom):
                 return "ended before it was killed"
             reached = sum(1 for _ in output.glob("checkpoints/step-*")) if output.exists() else 0
             halfway = any(output.glob("checkpoints/.step-*"))

@@ -40,7 +40,7 @@ def checkpoint_layers(model: PreTrainedModel, run: ResolvedRun, device: torch.de
 
     A checkpointed layer keeps its input, its routers' choices, and what `run.keeps` lists for it: the outputs of
     attention's kernels, gate_up rows, or all the rest, with which it is not recomputed. With
-    `train.checkpointing: offload` inputs are in host memory until the backward pass.
+    `train.checkpointing: offload` inputs, or those of the layers `host`, are in host memory until the backward pass.
 
     With `none` and `experts_only` checkpointing stays off. If other code, such as a trainer, enables it later, it is on
     in every layer.
@@ -50,7 +50,9 @@ def checkpoint_layers(model: PreTrainedModel, run: ResolvedRun, device: torch.de
     by_kernels = {path for path, number in numbers.items() if "attention" in run.keeps.get(number, NOTHING)}
     contexts = ChoicesOf(model, _attention_in(by_kernels, run.structure)).contexts
     keeping = partial(torch_checkpoint, use_reentrant=False, context_fn=contexts)
-    checkpoint_by(model, InputsOnHost(device, contexts).checkpoint if train.checkpointing == "offload" else keeping)
+    on_host = InputsOnHost(device, contexts).checkpoint
+    waiting = [paths[path] for path, number in numbers.items() if "host" in run.keeps.get(number, NOTHING)]
+    checkpoint_by(model, on_host if train.checkpointing == "offload" else keeping, dict.fromkeys(waiting, on_host))
     if recomputes_layers(train):
         model.activation_checkpointing_enable()
         for path, number in numbers.items():

@@ -82,7 +82,7 @@ class AdapterBase:
 
         A checkpoint that stacks experts under different paths for their projections has none.
         """
-        found = {}
+        names = {}
         for path, layer in self.layers.items():
             gate_up, down = (self.mappings.get(f"{path}.{stack}") for stack in stacks_of(layer).values())
             if gate_up is None or down is None:
@@ -90,12 +90,12 @@ class AdapterBase:
             if gate_up.has_experts_apart and down.has_experts_apart:
                 roles = _roles(layer, gate_up, down)
                 first = down.of_expert(0).every_key()[0].removesuffix(".weight")
-                found[path] = ExpertNames(first.removesuffix(f".0.{roles[DOWN]}"), roles)
+                names[path] = ExpertNames(first.removesuffix(f".0.{roles[DOWN]}"), roles)
             elif gate_up.only_transposes and down.only_transposes:
-                prefixes = {one.every_key()[0].rpartition(".")[0] for one in (gate_up, down)}
+                prefixes = {mapping.every_key()[0].rpartition(".")[0] for mapping in (gate_up, down)}
                 if len(prefixes) == 1:
-                    found[path] = ExpertNames(prefixes.pop(), {})
-        return found
+                    names[path] = ExpertNames(prefixes.pop(), {})
+        return names
 
     @cached_property
     def _paths(self) -> dict[str, str]:

@@ -73,27 +73,27 @@ def check(
     Raises:
         UserError: names and shapes allow two layouts, or none; or `layout` is not one of those that they allow.
     """
-    found = read(stored, base, layout)
-    problems = found.problems
-    programs = {name: _as_it_is(found, stored, base, name) for name in PROGRAMS}
+    parsed = read(stored, base, layout)
+    problems = parsed.problems
+    programs = {name: _as_it_is(parsed, stored, base, name) for name in PROGRAMS}
     if program is not None and programs[program] is not None:
         problems.append(f"{program}: {programs[program]}")
-    if not found.adapter.named() and not found.adapter.saved:
+    if not parsed.adapter.named() and not parsed.adapter.saved:
         problems.append("nothing of it belongs to the base")
-    used = {name for own in found.adapter.experts.values() for name in own}
+    used = {name for own in parsed.adapter.experts.values() for name in own}
     missing = [
         f"{path}.{name}"
         for path in base.layers
-        for name in sorted(used - set(found.adapter.experts.get(path, {})), reverse=True)
+        for name in sorted(used - set(parsed.adapter.experts.get(path, {})), reverse=True)
     ]
-    covered, saved = list(_covered(found, base)), sorted(found.adapter.saved)
+    covered, saved = list(_covered(parsed, base)), sorted(parsed.adapter.saved)
     return AdapterReport(
-        base.name, str(stored.folder), found.layout, found.reasons, covered, saved, missing, problems, programs
+        base.name, str(stored.folder), parsed.layout, parsed.reasons, covered, saved, missing, problems, programs
     )
 
 
-def _covered(found: Read, base: AdapterBase) -> Iterator[Covered]:
-    for name, factors in found.adapter.named().items():
+def _covered(parsed: Read, base: AdapterBase) -> Iterator[Covered]:
+    for name, factors in parsed.adapter.named().items():
         has_A, has_B = (half.flatten(-2).any(-1) for half in (factors.A, factors.B))  # [E], or one for a linear layer
         if factors.A.ndim == 3:
             layer = base.layers[name.rpartition(".")[0]].index
@@ -104,52 +104,52 @@ def _covered(found: Read, base: AdapterBase) -> Iterator[Covered]:
             yield Covered(name, info.layer, factors.rank, factors.scale, None, zero)
 
 
-def _as_it_is(found: Read, stored: StoredAdapter, base: AdapterBase, program: str) -> str | None:
+def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: str) -> str | None:
     """Return None if the files hold what moetune would write for a program; else the first difference as text."""
     try:
-        laid = laid_out(found.adapter, base, program)
+        laid = laid_out(parsed.adapter, base, program)
     except UserError as error:
         return f"cannot read it: {error}"
-    tensors, adapter = stored.tensors, found.adapter
+    tensors, adapter = stored.tensors, parsed.adapter
     if program not in SERVERS:  # PEFT reads the frozen weights that it stores
-        tensors = {name: tensor for name, tensor in tensors.items() if unwrapped(name) not in found.frozen}
-    if program == "vllm" and found.layout == "peft" and laid.layout == "per-expert":
+        tensors = {name: tensor for name, tensor in tensors.items() if unwrapped(name) not in parsed.frozen}
+    if program == "vllm" and parsed.layout == "peft" and laid.layout == "per-expert":
         return _stacked_in_vllm(adapter, base)
-    other = _difference(tensors, laid.tensors)
-    if other is None and program in SERVERS:
-        here, there = stored.settings, laid.settings
-        mixed = any(here.get(key) for key in ("rank_pattern", "alpha_pattern", "use_rslora"))
-        if mixed or any(here.get(key) != there[key] for key in ("r", "lora_alpha")):
-            other = "it takes lora_alpha / r of adapter_config.json for everything, and nothing else"
-    if other is not None and tensors.keys() == laid.tensors.keys():
+    misfit = _difference(tensors, laid.tensors)
+    if misfit is None and program in SERVERS:
+        has, needs = stored.settings, laid.settings
+        mixed = any(has.get(key) for key in ("rank_pattern", "alpha_pattern", "use_rslora"))
+        if mixed or any(has.get(key) != needs[key] for key in ("r", "lora_alpha")):
+            misfit = "it takes lora_alpha / r of adapter_config.json for everything, and nothing else"
+    if misfit is not None and tensors.keys() == laid.tensors.keys():
         alpha = stored.settings["lora_alpha"]
-        if program == "vllm" and found.layout in (None, "peft"):
-            other = None  # to linear layers and stacked experts it applies rank_pattern, alpha_pattern and use_rslora
+        if program == "vllm" and parsed.layout in (None, "peft"):
+            misfit = None  # to linear layers and stacked experts it applies rank_pattern, alpha_pattern and use_rslora
         elif program == "llama.cpp":  # it takes lora_alpha / rank of each pair of factors
-            others = [name for name, factors in adapter.named().items() if factors.scale * factors.rank != alpha]
-            other = f"it ignores use_rslora and alpha_pattern, and would scale {others[0]} wrongly" if others else None
-    return None if other is None else f"needs moetune adapter convert --to {program}: {other}"
+            wrong = [name for name, factors in adapter.named().items() if factors.scale * factors.rank != alpha]
+            misfit = f"it ignores use_rslora and alpha_pattern, and would scale {wrong[0]} wrongly" if wrong else None
+    return None if misfit is None else f"needs moetune adapter convert --to {program}: {misfit}"
 
 
 def _stacked_in_vllm(adapter: Adapter, base: AdapterBase) -> str:
     """Return what vLLM does with stacked factors where its class has experts one by one."""
     names = {path: base.expert_names[path].prefix for path in adapter.experts}
-    if other := next((f"{name}, not at {path}" for path, name in names.items() if name != path), None):
-        told = f"it accepts the adapter and drops its experts without a message, since it has them at {other}"
+    if where := next((f"{name}, not at {path}" for path, name in names.items() if name != path), None):
+        told = f"it accepts the adapter and drops its experts without a message, since it has them at {where}"
     else:
         told = f"it is read as it is only with {MIXED_FORMAT} and is_3d_lora_weight, which moetune serve gives"
     return f"needs moetune adapter convert --to vllm: {told}"
 
 
-def _difference(here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> str | None:
+def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
     """Return the first difference of two sets of tensors by name, as text; None if they are equal."""
-    for name in sorted(there.keys() - here.keys()):
+    for name in sorted(expected.keys() - tensors.keys()):
         return f"{name} is missing"
-    for name in sorted(here.keys() - there.keys()):
+    for name in sorted(tensors.keys() - expected.keys()):
         return f"{name} is not read"
-    for name in sorted(here):
-        if here[name].shape != there[name].shape:
-            return f"{name} is {[*here[name].shape]}, not {[*there[name].shape]}"
-        if not here[name].equal(there[name]):
+    for name in sorted(tensors):
+        if tensors[name].shape != expected[name].shape:
+            return f"{name} is {[*tensors[name].shape]}, not {[*expected[name].shape]}"
+        if not tensors[name].equal(expected[name]):
             return f"{name} has its experts in another order"
     return None

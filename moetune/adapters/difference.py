@@ -53,14 +53,14 @@ class AdapterDifference(Answer):
 
 def difference(base: AdapterBase, a: Adapter, b: Adapter, names: tuple[str, str]) -> AdapterDifference:
     """Compare the updates of two adapters of one base; `names` are what the answer calls them."""
-    of_a, of_b = ({name: one for name, one in both.named().items() if _norm(one).any()} for both in (a, b))
+    of_a, of_b = ({name: pair for name, pair in adapter.named().items() if _norm(pair).any()} for adapter in (a, b))
     differing = []
     for name in sorted(of_a.keys() & of_b.keys()):
-        one, other = of_a[name], of_b[name]
-        relative, experts = _apart(one, other)
+        first, second = of_a[name], of_b[name]
+        relative, experts = _apart(first, second)
         if relative > _EQUAL:
             layer = base.layers.get(name.rpartition(".")[0])
-            because = _because(one, other, None if layer is None else layer.shape)
+            because = _because(first, second, None if layer is None else layer.shape)
             differing.append(Differing(name, relative, experts, because))
     only_a, only_b = sorted(of_a.keys() - of_b.keys()), sorted(of_b.keys() - of_a.keys())
     for name in sorted(a.saved.keys() | b.saved.keys()):
@@ -68,8 +68,8 @@ def difference(base: AdapterBase, a: Adapter, b: Adapter, names: tuple[str, str]
             only_a.append(name)
         elif name not in a.saved:
             only_b.append(name)
-        elif not (here := a.saved[name].float()).equal(there := b.saved[name].float()):
-            relative = float((here - there).norm() / max(here.norm(), there.norm()))
+        elif not (saved_a := a.saved[name].float()).equal(saved_b := b.saved[name].float()):
+            relative = float((saved_a - saved_b).norm() / max(saved_a.norm(), saved_b.norm()))
             differing.append(Differing(name, relative, None, None))
     equal = not (only_a or only_b or differing)
     compared = len(of_a.keys() & of_b.keys()) + len(a.saved.keys() & b.saved.keys())
@@ -83,50 +83,50 @@ def _norm(*updates: Factors) -> Tensor:
     """
     norms = []
     for expert in range(len(updates[0].A) if updates[0].A.ndim == 3 else 1):
-        own = [(one.A[expert], one.B[expert]) if one.A.ndim == 3 else (one.A, one.B) for one in updates]
+        own = [(pair.A[expert], pair.B[expert]) if pair.A.ndim == 3 else (pair.A, pair.B) for pair in updates]
         A = torch.cat([first.double() for first, _ in own])
-        B = torch.cat([one.scale * second.double() for one, (_, second) in zip(updates, own, strict=True)], 1)
+        B = torch.cat([factors.scale * second.double() for factors, (_, second) in zip(updates, own, strict=True)], 1)
         norms.append(((B.mT @ B) * (A @ A.mT)).sum().clamp(min=0).sqrt())
     return torch.stack(norms)
 
 
-def _apart(one: Factors, other: Factors) -> tuple[float, list[int] | None]:
+def _apart(first: Factors, second: Factors) -> tuple[float, list[int] | None]:
     """Return the relative difference of two updates, and the ids of differing experts; None for a linear layer."""
-    norms = _norm(one, replace(other, scale=-other.scale))
-    largest = torch.maximum(_norm(one), _norm(other))
+    norms = _norm(first, replace(second, scale=-second.scale))
+    largest = torch.maximum(_norm(first), _norm(second))
     differ = norms > _EQUAL * largest
-    experts = None if one.A.ndim == 2 else [int(e) for e in differ.nonzero()]
+    experts = None if first.A.ndim == 2 else [int(e) for e in differ.nonzero()]
     relative = float(norms.norm() / largest.norm()) if bool(differ.any()) else 0.0
     return relative, experts
 
 
-def _because(one: Factors, other: Factors, shape: ExpertShape | None) -> str | None:
+def _because(first: Factors, second: Factors, shape: ExpertShape | None) -> str | None:
     """Return, in words, the known mistake that explains why two updates differ; None if none does. `shape` is that of
     the layer's experts, None for a linear layer."""
-    for reason, changed in _mistakes(other, shape):
-        if _apart(one, changed)[0] <= _EQUAL:
+    for reason, changed in _mistakes(second, shape):
+        if _apart(first, changed)[0] <= _EQUAL:
             return reason
-    sizes = _norm(one), _norm(other)
+    sizes = _norm(first), _norm(second)
     ratio = float(sizes[0].norm() / sizes[1].norm())
-    if _apart(one, replace(other, scale=other.scale * ratio))[0] <= _EQUAL:
+    if _apart(first, replace(second, scale=second.scale * ratio))[0] <= _EQUAL:
         return f"the scale: A's is {ratio:g} times B's"
     return None
 
 
-def _mistakes(other: Factors, shape: ExpertShape | None) -> Iterator[tuple[str, Factors]]:
+def _mistakes(factors: Factors, shape: ExpertShape | None) -> Iterator[tuple[str, Factors]]:
     """Yield (mistake in words, `other` without it) for each way in which a layer's factors are often misread.
 
     Yields nothing for a linear layer, whose `shape` is None.
     """
-    if shape is None or other.A.ndim != 3:
+    if shape is None or factors.A.ndim != 3:
         return
     peft, grouped = Order(False, False), Order(True, False)
-    experts = len(other.A)
+    experts = len(factors.A)
     for written, intended in ((peft, grouped), (grouped, peft)):
-        A, B = intended.read(*written.write(other.A, other.B), experts)
-        yield "the order of the experts in lora_B: one of the two is read in the wrong one", replace(other, A=A, B=B)
-    if shape.has_gate and other.B.shape[1] == 2 * shape.intermediate:
+        A, B = intended.read(*written.write(factors.A, factors.B), experts)
+        yield "the order of the experts in lora_B: one of the two is read in the wrong one", replace(factors, A=A, B=B)
+    if shape.has_gate and factors.B.shape[1] == 2 * shape.intermediate:
         gate, up = shape.gate_and_up
-        B = torch.empty_like(other.B)
-        B[:, gate], B[:, up] = other.B[:, up], other.B[:, gate]
-        yield "gate and up: they are exchanged in one of the two", replace(other, B=B)
+        B = torch.empty_like(factors.B)
+        B[:, gate], B[:, up] = factors.B[:, up], factors.B[:, gate]
+        yield "gate and up: they are exchanged in one of the two", replace(factors, B=B)

@@ -51,9 +51,9 @@ def sign_of(stacks: Iterable[tuple[Tensor, Tensor, int]]) -> Sign | None:
             shared[alike[0]] += 1
             continue
         for name, order in _ORDERS.items():
-            one, other = order.read(first, second, experts)
-            norms = other.float().norm(dim=1)  # [E, r], of the columns of the second matrix
-            dead, no_rows = norms == 0, one.float().norm(dim=2) == 0
+            A, B = order.read(first, second, experts)
+            norms = B.float().norm(dim=1)  # [E, r], of the columns of the second matrix
+            dead, no_rows = norms == 0, A.float().norm(dim=2) == 0
             whole[name] += int(dead.all(1).sum())
             torn[name] += int((~dead.all(1) & (dead != no_rows).any(1)).sum())
             if norms.all():  # zero has no logarithm

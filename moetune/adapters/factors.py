@@ -79,10 +79,10 @@ class Adapter:
 
     def named(self) -> dict[str, Factors]:
         """Return all factors: those of experts under `<experts>.gate_up` and `<experts>.down`."""
-        found = dict(self.linears)
+        by_name = dict(self.linears)
         for path, projections in self.experts.items():
-            found |= {f"{path}.{name}": factors for name, factors in projections.items()}
-        return found
+            by_name |= {f"{path}.{name}": factors for name, factors in projections.items()}
+        return by_name
 
     def unties(self, tied: Mapping[str, str]) -> list[str]:
         """Return those of the names `tied` (second name of a weight -> first) that are a weight of their own with it.
@@ -97,7 +97,7 @@ class Adapter:
 def untied_in(saved: Mapping[str, Tensor], tied: Mapping[str, str]) -> list[str]:
     """Return those of the names `tied` (second name of a weight -> first) that are a weight of their own where an
     adapter holds `saved` whole: PEFT unties a module that it saves alone, and saves one weight under both names."""
-    pairs = {name: [saved[one] for one in (name, first) if one in saved] for name, first in tied.items()}
+    pairs = {name: [saved[alias] for alias in (name, first) if alias in saved] for name, first in tied.items()}
     return [n for n, held in pairs.items() if held and not (len(held) == 2 and held[0].float().equal(held[1].float()))]
 
 
@@ -121,9 +121,9 @@ def fused(shape: ExpertShape, gate: Factors | None, up: Factors | None) -> Facto
 
     None stands for a zero update of one of them. A is shared where both have the same; otherwise the ranks add up.
     """
-    other = gate or up
-    assert other is not None
-    gate, up = gate or replace(other, B=torch.zeros_like(other.B)), up or replace(other, B=torch.zeros_like(other.B))
+    given = gate or up
+    assert given is not None
+    gate, up = gate or replace(given, B=torch.zeros_like(given.B)), up or replace(given, B=torch.zeros_like(given.B))
     experts, outputs, rank = gate.B.shape
     if gate.scale == up.scale and gate.A.equal(up.A):
         B = gate.B.new_empty(experts, 2 * outputs, rank)

@@ -195,19 +195,19 @@ def _refuse_unread(folder: Path, header: Mapping[str, Stored]) -> None:
 
 def beyond_plain(settings: Mapping[str, Any]) -> list[str]:
     """Return the settings with which an adapter is not plain LoRA, each as text `key: value`; none for plain LoRA."""
-    others = [f"{key}: {settings[key]}" for key in _NOT_PLAIN if settings.get(key)]
+    not_plain = [f"{key}: {settings[key]}" for key in _NOT_PLAIN if settings.get(key)]
     if settings.get("bias", "none") != "none":
-        others.append(f"bias: {settings['bias']}")
+        not_plain.append(f"bias: {settings['bias']}")
     if settings.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
-        others.append(f"init_lora_weights: {settings['init_lora_weights']}, which changes the base weights")
-    return others
+        not_plain.append(f"init_lora_weights: {settings['init_lora_weights']}, which changes the base weights")
+    return not_plain
 
 
 def open_adapter(folder: Path) -> StoredAdapter:
     """Read an adapter folder. Raise `UserError` if it has no valid adapter (`read_adapter`), or no plain LoRA."""
     settings, tensors, scales = read_adapter(folder)
-    if others := beyond_plain(settings):
-        raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(others)}")
+    if not_plain := beyond_plain(settings):
+        raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(not_plain)}")
     # beside a module that it saves whole, PEFT may store the one that it replaces, and the saved one by a second name
     named = {
         _OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)).replace(".modules_to_save.", "."): tensor

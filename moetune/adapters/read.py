@@ -75,21 +75,21 @@ def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) ->
     return _Reader(stored, base, layout).read()
 
 
-def sure(found: Read, stored: StoredAdapter) -> Read:
-    """Return `found`; raise `UserError` if values of the factors contradict its layout, so that the user names one."""
-    if found.doubts:
+def sure(parsed: Read, stored: StoredAdapter) -> Read:
+    """Return `parsed`; raise `UserError` if values of the factors contradict its layout, so that the user names one."""
+    if parsed.doubts:
         raise UserError(
-            f"{stored}: {found.doubts[0]}; say in which layout it is: moetune adapter convert … "
+            f"{stored}: {parsed.doubts[0]}; say in which layout it is: moetune adapter convert … "
             f"--from {'|'.join(LAYOUTS)}"
         )
-    return found
+    return parsed
 
 
 class _Reader:
     """Reads one adapter: call `read` once.
 
     Attributes:
-        found: the result.
+        parsed: the result.
         linears: path of a linear layer -> its factors.
         slots: path of a layer's experts -> slot -> stacked factors.
         roles: path of a layer's experts -> role -> "A" or "B" -> expert id, None for all experts -> factor.
@@ -100,7 +100,7 @@ class _Reader:
 
     def __init__(self, stored: StoredAdapter, base: AdapterBase, layout: str | None) -> None:
         self.stored, self.base, self.layout = stored, base, layout
-        self.found = Read(Adapter({}, {}))
+        self.parsed = Read(Adapter({}, {}))
         self.linears: dict[str, Factors] = {}
         self.slots: dict[str, dict[int, Pair]] = defaultdict(dict)
         self.roles: dict[str, dict[str, dict[str, dict[int | None, Tensor]]]] = defaultdict(
@@ -111,7 +111,7 @@ class _Reader:
         self.is_apart = False
 
     def read(self) -> Read:
-        found, stored, layout = self.found, self.stored, self.layout
+        parsed, stored, layout = self.parsed, self.stored, self.layout
         for module, half in self._whole_tensors().items():
             self._sort(module, half)
         experts: dict[str, dict[str, Factors]] = {}
@@ -123,41 +123,41 @@ class _Reader:
         if self.slots:
             experts = self._read_stacks()
         elif self.roles:
-            found.layout = own_layout
-            found.reasons.append(reason)
+            parsed.layout = own_layout
+            parsed.reasons.append(reason)
             if layout not in (None, own_layout):
                 raise UserError(f"{stored} is not {layout}: {reason} ({own_layout}); leave --from out")
             experts = {path: self._read_roles(self.base.layers[path]) for path in sorted(self.roles)}
         elif layout is not None:
-            found.reasons.append(f"it has no factors on experts, which --from {layout} is about")
-        found.adapter = Adapter(self.linears, {path: own for path, own in experts.items() if own}, self.saved)
+            parsed.reasons.append(f"it has no factors on experts, which --from {layout} is about")
+        parsed.adapter = Adapter(self.linears, {path: own for path, own in experts.items() if own}, self.saved)
         noted = stored.record.get("sketch")
-        for name in () if noted is None else differing(found.adapter, noted):
-            (found.doubts if layout is None else found.wrong).insert(
+        for name in () if noted is None else differing(parsed.adapter, noted):
+            (parsed.doubts if layout is None else parsed.wrong).insert(
                 0, f"{name}: the update is not the one that moetune noted when it wrote the file"
             )
-        return found
+        return parsed
 
     # --- Names ------------------------------------------------------------------------------------------------------
 
     def _whole_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Sort what is no factor into saved and frozen parameters; return module -> "A" or "B" -> factor."""
-        base, unread = self.base, self.found.unread
+        base, unread = self.base, self.parsed.unread
         parameters = {**dict(base.plain.named_parameters(remove_duplicate=False)), **dict(base.plain.named_buffers())}
         halves: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        others, with_factors = {}, set()
+        whole, with_factors = {}, set()
         for name, tensor in sorted(self.stored.tensors.items()):
-            module, found, rest = name.partition(".lora_")
-            if found:
+            module, mark, rest = name.partition(".lora_")
+            if mark:
                 with_factors.add(unwrapped(module))
             if rest in ("A", "B", "A.weight", "B.weight"):
                 halves[module][rest[0]] = tensor
-            elif found:
+            elif mark:
                 remedy = "; factors of an embedding: merge with PEFT (merge_and_unload)" if "embedding" in name else ""
                 unread.append(f"{name}: is no factor of plain LoRA{remedy}")
             else:
-                others[name] = tensor
-        for name, tensor in others.items():
+                whole[name] = tensor
+        for name, tensor in whole.items():
             plain = unwrapped(name)
             if plain not in parameters:
                 unread.append(f"{name}: belongs to no parameter of {base.name!r}")
@@ -169,12 +169,12 @@ class _Reader:
                 )
             else:
                 is_frozen = ".base_layer." in name and plain.rpartition(".")[0] in with_factors
-                (self.found.frozen if is_frozen else self.saved)[plain] = tensor
+                (self.parsed.frozen if is_frozen else self.saved)[plain] = tensor
         return halves
 
     def _sort(self, module: str, half: Mapping[str, Tensor]) -> None:
         """Sort the factors of a module by what they belong to in the base."""
-        base, unread = self.base, self.found.unread
+        base, unread = self.base, self.parsed.unread
         inner = module
         while inner.endswith(".base_layer"):
             inner = inner.removesuffix(".base_layer")
@@ -211,7 +211,7 @@ class _Reader:
         """
         rank, scales = A.shape[-2], self.stored.scales
         if (noted := scales.rank(target)) != rank:
-            self.found.wrong.append(f"{target}: its factors have rank {rank}, and adapter_config.json says {noted}")
+            self.parsed.wrong.append(f"{target}: its factors have rank {rank}, and adapter_config.json says {noted}")
         factors = Factors(A, B, scales.of(target, rank))
         return factors.trimmed() if self.stored.record else factors
 
@@ -257,37 +257,37 @@ class _Reader:
         return fits
 
     def _order(self, possible: list[str]) -> Order:
-        """Return the order of all stacked factors, of those that their shapes allow, and set the layout in `found`.
+        """Return the order of all stacked factors, of those that their shapes allow, and set the layout in `parsed`.
 
         It is concluded from what the files say of it, and from the values of the factors.
         """
-        found, layout = self.found, self.layout
+        parsed, layout = self.parsed, self.layout
         stacks = [
             (first, second, self.base.layers[path].shape.num_experts)
             for path, slots in self.slots.items()
             for _, first, second in slots.values()
         ]
-        found.layout, because = self._said(possible)
-        order = ORDERS[found.layout]
+        parsed.layout, because = self._said(possible)
+        order = ORDERS[parsed.layout]
         if layout is None and all(experts == 1 or len(first) == experts for first, _, experts in stacks):
             order = Order(False, order.is_swapped)
-            found.layout, because = (
+            parsed.layout, because = (
                 named_order(order),
                 "with one rank or one expert all orders of the experts are the same",
             )
-        found.reasons.append(because)
+        parsed.reasons.append(because)
         if order.is_swapped and layout is None:
-            found.reasons.append(
+            parsed.reasons.append(
                 "its first factors map from the outputs: their shapes are those of the base's, exchanged"
             )
         sign = sign_of(stacks)
         if sign is not None and (sign.verdict == "grouped") != order.is_grouped:
-            other = named_order(Order(not order.is_grouped, order.is_swapped))
-            found.doubts.append(
-                f"the experts' lora_B is read as {found.layout}, and looks like {other}: {sign.because}"
+            likely = named_order(Order(not order.is_grouped, order.is_swapped))
+            parsed.doubts.append(
+                f"the experts' lora_B is read as {parsed.layout}, and looks like {likely}: {sign.because}"
             )
         elif sign is not None:
-            found.reasons.append(f"the numbers agree: {sign.because}")
+            parsed.reasons.append(f"the numbers agree: {sign.because}")
         return order
 
     def _said(self, possible: list[str]) -> tuple[str, str]:
@@ -331,7 +331,7 @@ class _Reader:
 
     def _read_roles(self, layer: MoeLayer) -> dict[str, Factors]:
         """Return projection -> factors of a layer, gate and up fused."""
-        unread, factors = self.found.unread, dict[str, Factors]()
+        unread, factors = self.parsed.unread, dict[str, Factors]()
         for role, halves in sorted(self.roles[layer.experts].items()):
             A, B = (self._of_all_experts(layer, role, factor, own) for factor, own in halves.items())
             if A is None or B is None:
@@ -360,13 +360,13 @@ class _Reader:
             out //= 2
         where, features = f"{layer.experts} {role}: lora_{factor}", into if factor == "A" else out
         if not own:
-            self.found.unread.append(f"{where} is missing")
+            self.parsed.unread.append(f"{where} is missing")
             return None
         stacked = own.get(None)
         if stacked is None:
             some = next(iter(own.values()))
             if {part.shape for part in own.values()} != {some.shape}:
-                self.found.unread.append(f"{where} has another rank for some experts")
+                self.parsed.unread.append(f"{where} has another rank for some experts")
                 return None
             stacked = torch.stack([own.get(expert, torch.zeros_like(some)) for expert in range(count)])
         elif stacked.ndim == 3 and len(stacked) == 1:
@@ -377,7 +377,7 @@ class _Reader:
             or stacked.ndim != 3
             or (len(stacked), stacked.shape[2 if factor == "A" else 1]) != (count, features)
         ):
-            self.found.unread.append(
+            self.parsed.unread.append(
                 f"{where} {[*stacked.shape[1:]]} does not fit {count} experts of {into} features to {out}"
             )
             return None

@@ -23,20 +23,20 @@ def sketch(adapter: Adapter) -> dict[str, tuple[float, float]]:
 
 def differing(adapter: Adapter, noted: Mapping[str, tuple[float, float]]) -> list[str]:
     """Return the names whose updates are not those of the recorded sketch `noted`, or are in only one of the two."""
-    found = sketch(adapter)
+    computed = sketch(adapter)
     wrong = []
-    for name in sorted(found.keys() | noted.keys()):
-        here, there = found.get(name), noted.get(name)
-        if here is None or there is None:
-            if (here or there) != (0.0, 0.0):
+    for name in sorted(computed.keys() | noted.keys()):
+        now, then = computed.get(name), noted.get(name)
+        if now is None or then is None:
+            if (now or then) != (0.0, 0.0):
                 wrong.append(name)
-        elif abs(here[0] - there[0]) > _TOLERANCE * max(here[1], there[1]):
+        elif abs(now[0] - then[0]) > _TOLERANCE * max(now[1], then[1]):
             wrong.append(name)
     return wrong
 
 
 def _numbers(name: str, factors: Factors) -> tuple[float, float]:
-    A, B = (one if one.ndim == 3 else one[None] for one in (factors.A, factors.B))
+    A, B = (half if half.ndim == 3 else half[None] for half in (factors.A, factors.B))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     v = torch.randn(A.shape[0], A.shape[2], generator=generator)
     u = torch.randn(B.shape[0], B.shape[1], generator=generator)

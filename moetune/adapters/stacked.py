@@ -28,18 +28,18 @@ class Order:
 
         `experts` is E. Views where possible.
         """
-        one = first.unflatten(0, (experts, -1))
+        first = first.unflatten(0, (experts, -1))
         if self.is_grouped:
-            other = second.unflatten(1, (experts, -1)).transpose(0, 1)
+            second = second.unflatten(1, (experts, -1)).transpose(0, 1)
         else:
-            other = second.unflatten(1, (-1, experts)).permute(2, 0, 1)
-        return (other.mT, one.mT) if self.is_swapped else (one, other)
+            second = second.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        return (second.mT, first.mT) if self.is_swapped else (first, second)
 
     def write(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two matrices of A [E, r, in] and B [E, out, r], the reverse of `read`."""
-        one, other = (B.mT, A.mT) if self.is_swapped else (A, B)
-        by_columns = other.transpose(0, 1) if self.is_grouped else other.permute(1, 2, 0)
-        return one.flatten(0, 1), by_columns.flatten(1)
+        first, second = (B.mT, A.mT) if self.is_swapped else (A, B)
+        by_columns = second.transpose(0, 1) if self.is_grouped else second.permute(1, 2, 0)
+        return first.flatten(0, 1), by_columns.flatten(1)
 
 
 ORDERS: dict[str, Order] = {
@@ -53,4 +53,4 @@ ORDERS: dict[str, Order] = {
 
 def named_order(order: Order) -> str:
     """Return the name of the layout with this order."""
-    return next(name for name, one in ORDERS.items() if one == order)
+    return next(name for name, known in ORDERS.items() if known == order)

@@ -166,7 +166,7 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
             f"the adapter holds {min(adapter.saved)} whole, and adapters of {program} hold factors only; merge it"
         )
     full, filled = _filled(adapter, base, _JOINED if program == "sglang" else ())
-    every = [(base.linear_name(path), one) for path, one in full.linears.items()]
+    every = [(base.linear_name(path), factors) for path, factors in full.linears.items()]
     layout: str | None = None
     if program == "vllm" and all(_is_stacked(base, path) for path in full.experts):
         layout = "peft" if full.experts else None
@@ -176,7 +176,7 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     else:
         every += per_expert(full, base)
         layout = "per-expert"
-    ranks, scales = {one.rank for _, one in every}, {one.scale for _, one in every}
+    ranks, scales = {factors.rank for _, factors in every}, {factors.scale for _, factors in every}
     rank, scale = max(ranks), max(scales)
     notes = [f"zeros stand for {counted(len(filled), 'missing update')}, such as of {filled[0]}"] if filled else []
     if program == "vllm" and layout == "peft" and kind not in _STACKED_IN_VLLM:
@@ -186,13 +186,13 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
         )
     if len(scales) > 1:
         notes.append(
-            f"its scales {', '.join(f'{one:g}' for one in sorted(scales))} became {scale:g}; lora_B takes up the ratio"
+            f"its scales {', '.join(f'{old:g}' for old in sorted(scales))} became {scale:g}; lora_B takes up the ratio"
         )
     if len(ranks) > 1:
         notes.append(f"its ranks {', '.join(map(str, sorted(ranks)))} became {rank}, filled with zeros")
     pairs = {}
-    for name, one in every:
-        even = one.scaled(scale).padded(rank)
+    for name, factors in every:
+        even = factors.scaled(scale).padded(rank)
         pairs[name] = ORDERS["peft"].write(even.A, even.B) if even.A.ndim == 3 else (even.A, even.B)
     settings, tensors = uniform_settings([name for name, _ in every], rank, scale), _named(pairs)
     if program == "sglang" and full.experts and (shared := _shared_outer(tensors, full, base)) is not None:
@@ -231,14 +231,14 @@ def _split_on_loading(adapter: Adapter, base: AdapterBase) -> str:
     """Return, in words, the layers of multi-head latent attention whose factors vLLM and SGLang do not apply; "" if the
     adapter has none there."""
     known = base.structure.linears()
-    found = [
+    paths = [
         path
         for path in adapter.linears
         if path.endswith(f".{_SPLIT_ON_LOADING}")
         and f"{path.removesuffix(_SPLIT_ON_LOADING)}kv_a_proj_with_mqa" in known
         and base.structure.model_type not in _CALLS_IT
     ]
-    return found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "") if found else ""
+    return paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") if paths else ""
 
 
 def _is_stacked(base: AdapterBase, path: str) -> bool:
@@ -258,8 +258,8 @@ def _filled(adapter: Adapter, base: AdapterBase, joined: tuple[tuple[str, ...], 
     experts, filled, linears, known = {}, [], dict(adapter.linears), base.structure.linears()
     for path, some in adapter.linears.items():
         block, _, leaf = path.rpartition(".")
-        for other in next((group for group in joined if leaf in group), ()):
-            if (name := f"{block}.{other}") in known and name not in linears:
+        for sibling in next((group for group in joined if leaf in group), ()):
+            if (name := f"{block}.{sibling}") in known and name not in linears:
                 A = some.A.new_zeros(some.rank, known[name].in_features)
                 linears[name] = Factors(A, some.B.new_zeros(known[name].out_features, some.rank), some.scale)
                 filled.append(name)
@@ -277,7 +277,7 @@ def _filled(adapter: Adapter, base: AdapterBase, joined: tuple[tuple[str, ...], 
 
 def _named(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """Return tensor name -> factor, without PEFT's prefix, for pairs of A and B by module."""
-    return {f"{name}.lora_{'AB'[place]}.weight": pair[place] for name, pair in pairs.items() for place in (0, 1)}
+    return {f"{name}.lora_{'AB'[half]}.weight": pair[half] for name, pair in pairs.items() for half in (0, 1)}
 
 
 def saved_module(name: str, base: AdapterBase) -> str:

@@ -96,7 +96,7 @@ def diff(
     cli.answer(json_, difference.to_json(), difference_view(difference), fails=not difference.equal)
 
 
-def _print(json_: bool, written: AdapterWritten, done: str, **more: str) -> None:
-    """Print what `convert` or `merge` wrote, after the words `done`; `more` are further JSON keys and their values."""
+def _print(json_: bool, written: AdapterWritten, done: str, **keys: str) -> None:
+    """Print what `convert` or `merge` wrote, after the words `done`; `keys` are further JSON keys and their values."""
     note(*written.reasons, *written.notes)
-    cli.answer(json_, {**written.to_json(), **more}, f"{done}, {written.bytes:,} bytes, in {written.out}")
+    cli.answer(json_, {**written.to_json(), **keys}, f"{done}, {written.bytes:,} bytes, in {written.out}")

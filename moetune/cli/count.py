@@ -62,9 +62,9 @@ def _components(parameters: ParameterCount) -> Table:
 def _facts(parameters: ParameterCount) -> Iterator[str]:
     """Yield sentences about what is not loaded and about the MoE layers: experts, experts per token, and their size."""
     if parameters.not_loaded:
-        more = ", ".join(f"{path} {numel:,}" for path, numel in parameters.not_loaded.items())
+        left_out = ", ".join(f"{path} {numel:,}" for path, numel in parameters.not_loaded.items())
         whole = parameters.total + sum(parameters.not_loaded.values())
-        yield f"not loaded, because text does not reach it: {more}; the whole model has {whole:,} parameters"
+        yield f"not loaded, because text does not reach it: {left_out}; the whole model has {whole:,} parameters"
     layers = len(parameters.layers)
     if parameters.num_moe_layers == 0:
         yield f"{counted(layers, 'layer')}, none with experts: every parameter is active for every token"

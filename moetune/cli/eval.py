@@ -32,23 +32,23 @@ def eval_(
         from moetune.planning.at_hand import refuse_unfit, surely_below
 
     device, card = cli.target(gpu) if predict else (None, None)
-    found = cli.found_model(model, base, device)
+    opened = cli.found_model(model, base, device)
     if predict:
         try:
-            lengths = lengths_of(rows_of(found, data, sequence_length, format_)[0])
+            lengths = lengths_of(rows_of(opened, data, sequence_length, format_)[0])
         except UserError as error:
-            longest = sequence_length or (2048 if found.config is None else found.config.train.sequence_length)
+            longest = sequence_length or (2048 if opened.config is None else opened.config.train.sequence_length)
             lengths = [longest] * ROWS
             note(f"rows of {longest:,} tokens are assumed: {error}")
-        report = predict_eval(found, lengths, gpu=card)
+        report = predict_eval(opened, lengths, gpu=card)
         cli.answer_prediction(json_, report)
         return
-    rows, name = rows_of(found, data, sequence_length, format_)
-    if found.run is not None:
+    rows, name = rows_of(opened, data, sequence_length, format_)
+    if opened.run is not None:
         lengths = lengths_of(rows)
-        rough = surely_below(found.resolved.structure, ROWS * max(lengths, default=0))
-        refuse_unfit("eval", rough, lambda here: predict_eval(found, lengths, gpu=here))
-    result = evaluated(found, rows, name, data)
+        rough = surely_below(opened.resolved.structure, ROWS * max(lengths, default=0))
+        refuse_unfit("eval", rough, lambda here: predict_eval(opened, lengths, gpu=here))
+    result = evaluated(opened, rows, name, data)
     which = ", which the run trained on" if result.held_out is False else ""
     kind = "held-out loss" if result.held_out else "loss"
     cli.answer(

@@ -68,13 +68,13 @@ def generate(
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     asked = [{"role": "user", "content": prompt or ""}] if chat else prompt or ""
     device, card = cli.target(gpu) if predict else (None, None)
-    found = cli.found_model(model, base, device)
+    opened = cli.found_model(model, base, device)
 
     def size() -> tuple[int, int]:
         """Return the number of prompts in the largest batch, and the tokens of the longest of them."""
         if prompts is not None:
-            return fullest_batch(found, prompts, batch=batch, samples=samples)
-        return 1, len(token_ids(found, asked))
+            return fullest_batch(opened, prompts, batch=batch, samples=samples)
+        return 1, len(token_ids(opened, asked))
 
     if predict:
         try:
@@ -84,22 +84,22 @@ def generate(
                 raise
             rows, length = 1, len(prompt.encode()) or 1
             note(f"a token is assumed for each byte of the prompt: {error}")
-        report = predict_generate(found, length, max_new_tokens, temperature, batch=rows, gpu=card)
+        report = predict_generate(opened, length, max_new_tokens, temperature, batch=rows, gpu=card)
         cli.answer_prediction(json_, report)
         return
-    if found.run is not None:
+    if opened.run is not None:
         # the prompts of a file are read after the weights; until then, one token after a prompt of one token is assumed
         length, most = (size()[1], max_new_tokens) if prompts is None else (1, 1)
         refuse_unfit(
             "generate",
-            surely_below(found.resolved.structure, length + most),
-            lambda here: predict_generate(found, length, most, temperature, gpu=here),
+            surely_below(opened.resolved.structure, length + most),
+            lambda here: predict_generate(opened, length, most, temperature, gpu=here),
         )
     if prompts is not None and out is not None:
-        done = complete(found, prompts, out, batch=batch, samples=samples, **how)
+        done = complete(opened, prompts, out, batch=batch, samples=samples, **how)
         cli.answer(json_, done.to_json(), f"{done.texts:,} texts for {done.records:,} records written to {done.out}")
         return
-    text = go_on(found, asked, **how, stream=not json_)
+    text = go_on(opened, asked, **how, stream=not json_)
     cli.answer(json_, {"model": model, "prompt": prompt, "text": text})
 
 

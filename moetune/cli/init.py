@@ -102,12 +102,12 @@ def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> s
         from moetune.planning.files import run_text
         from moetune.planning.plan import plan
 
-    found = plan(model, gpu, goals=[goal], tight=tight, every=False)
-    if not found.candidates:
+    result = plan(model, gpu, goals=[goal], tight=tight, every=False)
+    if not result.candidates:
         surely = "" if tight else "surely "
-        more = "" if tight else ", and --tight takes what is expected to fit"
+        remedy = "" if tight else ", and --tight takes what is expected to fit"
         raise UserError(
-            f"{goal} of {model} does not {surely}fit {found.gpu}; moetune plan {model} --gpu {found.gpu} shows what "
-            f"fits{more}"
+            f"{goal} of {model} does not {surely}fit {result.gpu}; moetune plan {model} --gpu {result.gpu} shows what "
+            f"fits{remedy}"
         )
-    return run_text(found.candidates[0], out)
+    return run_text(result.candidates[0], out)

@@ -9,7 +9,7 @@ def models(json_: cli.Json = False) -> None:
     from moetune.models.catalog import find_model, model_names
 
     entries = [entry for name in model_names() if (entry := find_model(name)) is not None]
-    found = [
+    described = [
         {
             "name": entry.name,
             "hub_id": entry.hub_id,
@@ -29,4 +29,4 @@ def models(json_: cli.Json = False) -> None:
         for entry in entries
     ]
     table = Table(("name", ">parameters", "weights"), rows)
-    cli.answer(json_, {"models": found}, table)
+    cli.answer(json_, {"models": described}, table)

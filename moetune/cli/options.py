@@ -48,11 +48,11 @@ def heavy_imports() -> Iterator[None]:
 def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
     """Return `value` if it is None, or in the list that is the option's metavar, such as `a|b|c`; else raise
     `UserError`."""
-    *others, last = known = str(param.metavar).split("|")
+    *rest, last = known = str(param.metavar).split("|")
     if value is None or value in known:
         return value
     hint = suggest(value, known)
-    raise UserError(f"{param.opts[0]} {value!r}: give {', '.join(others)} or {last}{hint and '.'}{hint}")
+    raise UserError(f"{param.opts[0]} {value!r}: give {', '.join(rest)} or {last}{hint and '.'}{hint}")
 
 
 def known_gpu(value: str | None) -> str | None:
@@ -295,24 +295,24 @@ def found_model(model: str, base: Any, device: DeviceType | None = None) -> Open
     """
     with heavy_imports():
         from moetune.inference.opened import find
-    found = find(model, base=base, device=device)
-    note(*found.notes)
-    return found
+    opened = find(model, base=base, device=device)
+    note(*opened.notes)
+    return opened
 
 
-def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:
-    """Print the result of a command on stdout: with `as_json` the object `found` after `"schema": 1`, else `shown`.
+def answer(as_json: bool, result: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:
+    """Print the result of a command on stdout: with `as_json` the object `result` after `"schema": 1`, else `shown`.
 
     `shown` are views, sections, tables or text, for people; `verbose` adds the details of views. `fails` says that the
     answer is no: exit with code 1 (`typer.Exit`).
     """
     if as_json:
-        print(json.dumps({"schema": 1, **found}, indent=2))
+        print(json.dumps({"schema": 1, **result}, indent=2))
     else:
         from moetune.report.terminal import show
 
-        for one in shown:
-            show(one, terminal(), verbose=verbose)
+        for part in shown:
+            show(part, terminal(), verbose=verbose)
     if fails:
         raise typer.Exit(1)
 
@@ -333,10 +333,10 @@ def trl_settings(trainer: str | None, settings: Sequence[str] | None) -> dict[st
 
     if settings and trainer is None:
         raise UserError("--trl is an argument of a trainer of TRL; add --trainer, such as --trainer dpo")
-    found = {}
+    arguments = {}
     for setting in settings or ():
         key, separator, value = setting.partition("=")
         if not separator or not key:
             raise UserError(f"--trl {shown(setting)}: give KEY=VALUE, such as beta=0.1")
-        found[key] = parse(value, f"--trl {shown(setting)}: the value {shown(value)}")
-    return found
+        arguments[key] = parse(value, f"--trl {shown(setting)}: the value {shown(value)}")
+    return arguments

@@ -119,8 +119,8 @@ def plan(
         if looks_like_a_file(data) or "/" not in data:  # the hub may be out of reach here
             open_sources(data)
         if tokens is None:
-            tokens, more = _tokens_of(data, what, min_sequence)
-            why += more
+            tokens, reasons = _tokens_of(data, what, min_sequence)
+            why += reasons
     printed, every = "", any((all_, json_, write, html, figure))
     with progress.status(Text(head)) as status:
 
@@ -132,7 +132,7 @@ def plan(
                 printed = shown
                 progress.print(f"{ways}: {shown}", highlight=False, soft_wrap=True)
 
-        found = plan_for(
+        planned = plan_for(
             what,
             card,
             goals=goals,  # type: ignore[arg-type]
@@ -149,20 +149,20 @@ def plan(
             processes=min(4, torch.get_num_threads()),
             show=show_progress,
         )
-    found = replace(found, notes=(*found.notes, *why))
-    view = plan_view(found, every=all_)
-    written = [str(file) for file in ([] if write is None else write_runs(found, write))]
+    planned = replace(planned, notes=(*planned.notes, *why))
+    view = plan_view(planned, every=all_)
+    written = [str(file) for file in ([] if write is None else write_runs(planned, write))]
     if html is not None or figure is not None:
         from moetune.planning.figure import plan_chart
         from moetune.report.page import write_page
     if html is not None:
-        write_page(view, html, [plan_chart(found)] * bool(found.candidates))
+        write_page(view, html, [plan_chart(planned)] * bool(planned.candidates))
         note(f"{html} written")
     if figure is not None:
-        plan_chart(found).save(figure)
+        plan_chart(planned).save(figure)
         note(f"{figure} written")
     parts = (view, *(f"{file} written" for file in written))
-    cli.answer(json_, {**found.to_json(), "files": written}, *parts, verbose=explain, fails=not found.candidates)
+    cli.answer(json_, {**planned.to_json(), "files": written}, *parts, verbose=explain, fails=not planned.candidates)
 
 
 def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[str, ...]]:
@@ -176,8 +176,8 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
 
     run = {"model": {"path": model}, "adapt": {}, "train": {"sequence_length": length}, "data": {"train": data}}
     try:
-        _, found = preview(read_run_config(run, (), f"a run on {data}"))
-        return found["train"]["tokens"], ()
+        _, previewed = preview(read_run_config(run, (), f"a run on {data}"))
+        return previewed["train"]["tokens"], ()
     except UserError as error:
         return None, (f"no hours for {data!r}, whose tokens could not be counted ({one_line(error)}); give --tokens",)
 

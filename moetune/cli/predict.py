@@ -81,5 +81,5 @@ def predict(
             chart.save(figure)
             note(f"{figure} written")
     hours = None if report.time is None or tokens is None else report.time.hours(tokens).to_json()
-    found = {**report.to_json(), "hours": hours, "run": config.model_dump(mode="json")}
-    cli.answer(json_, found, *shown, view, verbose=verbose, fails=report.fits is False)
+    result = {**report.to_json(), "hours": hours, "run": config.model_dump(mode="json")}
+    cli.answer(json_, result, *shown, view, verbose=verbose, fails=report.fits is False)

@@ -107,15 +107,15 @@ def _shown(result: Rounding) -> list[Any]:
     from moetune.report.units import gib
     from moetune.report.view import Table, ViewSection
 
-    names = list(dict.fromkeys(one.part for one in result.parts))
-    costs = {(one.layer, one.part): one for one in result.parts}
-    layers = sorted({one.layer for one in result.parts})
+    names = list(dict.fromkeys(cost.part for cost in result.parts))
+    costs = {(cost.layer, cost.part): cost for cost in result.parts}
+    layers = sorted({cost.layer for cost in result.parts})
     rows = [
         (str(layer), *(f"{costs[layer, name].cost:.4f}" if (layer, name) in costs else "" for name in names))
         for layer in layers
     ]
-    more = ("16 bits take", *(gib(max(one.bytes for one in result.parts if one.part == name)) for name in names))
-    table = Table((">layer", *(f">{name.replace('_', ' ')}" for name in names)), rows, [more])
+    sizes = ("16 bits take", *(gib(max(cost.bytes for cost in result.parts if cost.part == name)) for name in names))
+    table = Table((">layer", *(f">{name.replace('_', ' ')}" for name in names)), rows, [sizes])
     title = f"nats a token that rounding to {result.storage} costs, one part of one layer at a time"
     shown: list[Any] = [
         ViewSection(title, table),

@@ -58,9 +58,9 @@ def select(
         from moetune.run.scores import read_scores
 
     given = {"p": p, "k": k, "experts": experts, "parameters": parameters, "budget": budget, "layers": layers}
-    more = {"rule": rule, "seed": seed, "background": None if background is None else str(background)}
+    how = {"rule": rule, "seed": seed, "background": None if background is None else str(background)}
     read = read_scores(scores, "SCORES.json")
-    chosen_by = choice_of({"from": str(scores), **given, **more})
+    chosen_by = choice_of({"from": str(scores), **given, **how})
     if isinstance(chosen_by.budget, str) and run is None:
         raise UserError(f"--budget {budget} limits a run's memory; also give --run RUN.yaml")
     config = with_choice(None if run is None else cli.read_run(run, set_), read.model, chosen_by, part)

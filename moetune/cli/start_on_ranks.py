@@ -24,7 +24,7 @@ def starts_ranks(parallel: ParallelConfig) -> bool:
 
 
 @contextmanager
-def on_ranks(parallel: ParallelConfig, remedy: str, more: Sequence[str] = ()) -> Iterator[Ranks]:
+def on_ranks(parallel: ParallelConfig, remedy: str, options: Sequence[str] = ()) -> Iterator[Ranks]:
     """Run the body on every rank of a run, each in a process of its own, and yield the ranks, of which this is one.
 
     The launching process never runs the body: it starts this command line again once for each rank, waits for them, and
@@ -32,11 +32,11 @@ def on_ranks(parallel: ParallelConfig, remedy: str, more: Sequence[str] = ()) ->
 
     Args:
         remedy: how to continue; printed on an interruption, which exits with 128 + the signal's number.
-        more: arguments that the ranks get besides those of this command line.
+        options: arguments that the ranks get besides those of this command line.
     """
     try:
         if starts_ranks(parallel):
-            raise typer.Exit(start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:], *more], parallel.ranks))
+            raise typer.Exit(start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:], *options], parallel.ranks))
         with heavy_imports():
             from moetune.parallel.join import joined
             from moetune.run.dtypes import this_device

@@ -48,21 +48,21 @@ def train(
         from moetune.watch.memory_record import add_predictions
         from moetune.watch.train import train as run_training
 
-    more: list[str] = []
+    options: list[str] = []
     before = Path(str(config.output)) / "run.yaml"
     continues = resume != "never" and before.exists()
     if config.parallel.pp > 1 and config.parallel.stages == "auto" and not dry_run:
         config = with_stages(config, this_device(), load_run_config(before).parallel if continues else None)
-        more = [f"--set=parallel.stages={json.dumps(config.parallel.stages)}"]
+        options = [f"--set=parallel.stages={json.dumps(config.parallel.stages)}"]
     if starts_ranks(config.parallel) and not dry_run:
         whole = resolve(config, this_device())
         if is_open(config.train) and config.hardware.names and not continues:
             whole = settled_on(whole, torch.device(this_device()))
             chosen = whole.config.train.model_dump(mode="json", include={"checkpointing", "keep_rows", "expert_memory"})
-            more += [f"--set=train.{key}={json.dumps(value)}" for key, value in chosen.items()]
+            options += [f"--set=train.{key}={json.dumps(value)}" for key, value in chosen.items()]
     resumes = "--resume auto continues from the last checkpoint"
     try:
-        with nullcontext(SINGLE_RANK) if dry_run else on_ranks(config.parallel, resumes, more) as ranks:
+        with nullcontext(SINGLE_RANK) if dry_run else on_ranks(config.parallel, resumes, options) as ranks:
             result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
     except DoesNotFit as error:
         if json_:

@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -187,16 +187,17 @@ class _InFlight:
 def shapes_are_given() -> Iterator[None]:
     """Within the `with` block, let the stages of a pipeline trust the shapes that they were given.
 
-    Else torch lets its ranks vote, in each new schedule, on whether all of them were: a message to and fro.
+    Else torch lets its ranks vote, in each new schedule, on whether all of them were: a message to and fro. Versions
+    before that vote trust what they are given.
     """
-    from torch.distributed.pipelining._utils import InferenceMode
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from torch.distributed.pipelining import _utils, schedules
 
     def settle(schedule: Any, stages: list[Any], *_: Any) -> None:
         for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
+            stage._inference_mode = _utils.InferenceMode.STATIC
 
-    with patch.object(_PipelineSchedule, "_warmup_p2p", settle):
+    votes = hasattr(schedules._PipelineSchedule, "_warmup_p2p")
+    with patch.object(schedules._PipelineSchedule, "_warmup_p2p", settle) if votes else nullcontext():
         yield
 
 
@@ -217,11 +218,14 @@ def apply_function(function: Any, *args: Any) -> Any:
 
 def is_observed(tensor: Tensor) -> bool:
     """Return whether a dispatch mode, profiler or tensor subclass must see the operators that run on a tensor."""
-    return (
-        type(tensor) not in (Tensor, nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd._profiler_enabled()
-    )
+    return type(tensor) not in _PLAIN or _modes() > 0 or _is_profiled()
+
+
+_PLAIN, _modes, _is_profiled = (
+    (Tensor, nn.Parameter),
+    torch._C._len_torch_dispatch_stack,
+    torch.autograd._profiler_enabled,
+)
 
 
 def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:

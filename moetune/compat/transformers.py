@@ -35,8 +35,9 @@ Checkpoint = Callable[..., Any]
 `torch.utils.checkpoint.checkpoint` does."""
 
 
-def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Make a model use `checkpoint` whenever activation checkpointing is switched on from now on.
+def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint, others: Mapping[nn.Module, Checkpoint]) -> None:
+    """Make a model use `checkpoint`, or in some of its layers `others`, whenever activation checkpointing is switched
+    on from now on.
 
     `checkpoint(function, *args)` returns function(*args), as `torch.utils.checkpoint.checkpoint` does.
 
@@ -48,6 +49,8 @@ def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 
     def switch_to(enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
         switch(enable=enable, gradient_checkpointing_func=checkpoint, every_n_layers=every_n_layers)
+        for layer, own in others.items():
+            layer._gradient_checkpointing_func = own  # type: ignore[assignment]
 
     model._set_gradient_checkpointing = switch_to  # type: ignore[method-assign]
 

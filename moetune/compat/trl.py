@@ -164,7 +164,7 @@ def kernels_of_cuda() -> Iterator[None]:
             (chunked_logprob, "_addmm_fp32", lambda total, a, b: None),
             (logprob_entropy, "_forward_kernel", nothing),
             (logprob_entropy, "_backward_kernel", nothing),
-            (utils, "_supports_trl_loss_kernel", lambda logits, *others: logits.stride(-1) == 1),
+            (utils, "_supports_trl_loss_kernel", lambda logits, *_: logits.stride(-1) == 1),
         ]:
             stack.enter_context(patch.object(module, name, replacement))
         yield

@@ -72,19 +72,24 @@ def _parse_expert_ids(value: object) -> object:
 
 
 def parse_stages(value: object) -> object:
-    """Parse pipeline stages such as `["0-13", "14-31"]` or `[0, "1-3"]` into pairs of first and last layer.
+    """Parse pipeline stages such as `["0-13", "14-31"]`, `[0, "1-3"]` or `[[0, 13], [14, 31]]` into pairs of first and
+    last layer; return `auto` as it is.
 
     Raises:
         ValueError: a stage is no number or range.
     """
+    if value == "auto":
+        return value
     if not isinstance(value, (list, tuple)):
-        raise ValueError(
-            f"{shown(value)} is not a list of stages; write auto, or a range of layers for each: [0-13, 14-31]"
-        )
-    ids = [stage if isinstance(stage, (list, tuple)) and len(stage) == 2 else parse_ids(stage) for stage in value]
-    if any(isinstance(stage, str) for stage in ids):
-        raise ValueError("a stage is a range of layers such as 0-13, not a word")
-    return tuple((stage[0], stage[-1]) for stage in ids)  # type: ignore[index]
+        raise ValueError(f"{shown(value)} is not a list of stages; write auto, or ranges of layers: [0-13, 14-31]")
+    pairs = list[tuple[int, int]]()
+    for stage in value:
+        is_pair = isinstance(stage, (list, tuple)) and len(stage) == 2
+        ids = parse_ids("-".join(map(str, stage)) if is_pair else stage)
+        if not isinstance(ids, tuple) or ids != tuple(range(ids[0], ids[-1] + 1)):
+            raise ValueError(f"{shown(stage)} is not a stage: one range of layers, such as 0-13")
+        pairs.append((ids[0], ids[-1]))
+    return tuple(pairs)
 
 
 def layer_range(text: str) -> tuple[int, ...] | None:
@@ -155,6 +160,7 @@ def _check_path(text: str) -> str:
 
 
 Ids = Annotated[IdSet, BeforeValidator(parse_ids)]
+AutoIds = Annotated[IdSet | Literal["auto"], BeforeValidator(lambda v: v if v == "auto" else parse_ids(v))]
 ExpertIds = Annotated[IdSet | IdsByLayer, BeforeValidator(_parse_expert_ids)]
 Text = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_check_text)]
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]

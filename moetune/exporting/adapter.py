@@ -93,15 +93,15 @@ def convert_adapter(
     """
     out, stored = Path(out), _open(adapter)
     model, of_base = _open_base(base)
-    found = _read_whole(stored, of_base, layout)
+    parsed = _read_whole(stored, of_base, layout)
     keep_apart(out, "converted", stored.folder, *model.source.local_folders())
-    laid = laid_out(found.adapter, of_base, program)
+    laid = laid_out(parsed.adapter, of_base, program)
     laid.settings["base_model_name_or_path"] = _named_base(stored) or base
     with new_folder(out, overwrite) as folder:
         size = write_adapter(folder, laid.tensors, laid.settings, laid.record())
         _copy_template(stored, folder)
     notes = [*laid.notes, *_of_another_base(stored, base, model)]
-    return AdapterWritten(str(out), found.layout, found.reasons, len(laid.tensors), size, notes)
+    return AdapterWritten(str(out), parsed.layout, parsed.reasons, len(laid.tensors), size, notes)
 
 
 def merge_adapter(
@@ -121,15 +121,15 @@ def merge_adapter(
     out, stored = Path(out), _open(adapter)
     model, of_base = _open_base(base)
     source = model.source.checkpoint()
-    found = _read_whole(stored, of_base, layout)
+    parsed = _read_whole(stored, of_base, layout)
     keep_apart(out, "merged", stored.folder, *model.source.local_folders())
     tensors = open_checkpoint(source)
     added: dict[str, Stored] = {}
-    if found.adapter.unties(model.structure.tied):
+    if parsed.adapter.unties(model.structure.tied):
         model, added = _taken_apart(model, tensors)
         tensors |= added
-    _refuse_other_values(stored, found.frozen, model, tensors)
-    targets = placed(model, _updates(found.adapter, of_base, model.structure.tied), tensors)
+    _refuse_other_values(stored, parsed.frozen, model, tensors)
+    targets = placed(model, _updates(parsed.adapter, of_base, model.structure.tied), tensors)
     with new_folder(out, overwrite, sum(tensor.nbytes for tensor in tensors.values())) as folder:
         fingerprint, places = copy_checkpoint(source, folder, added=added)
         changed = write_updates(targets, tensors, places)
@@ -138,7 +138,7 @@ def merge_adapter(
         of = Base(model.source.name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": of})
     size = sum(tensors[key].nbytes for key in changed)
-    return AdapterWritten(str(out), found.layout, found.reasons, len(changed), size, notes)
+    return AdapterWritten(str(out), parsed.layout, parsed.reasons, len(changed), size, notes)
 
 
 def diff_adapters(
@@ -160,15 +160,15 @@ def diff_adapters(
     if named is None:
         raise UserError(f"{first} names no base; give --base")
     _, of_base = _open_base(named)
-    read_both = [read(one, of_base, layout) for one, layout in zip((first, second), layouts, strict=True)]
-    for stored, one in zip((first, second), read_both, strict=True):
-        if one.unread:
-            lines = "\n  ".join(first_of(one.unread))
+    read_both = [read(stored, of_base, layout) for stored, layout in zip((first, second), layouts, strict=True)]
+    for stored, parsed in zip((first, second), read_both, strict=True):
+        if parsed.unread:
+            lines = "\n  ".join(first_of(parsed.unread))
             raise UserError(f"{stored} does not fit {named!r}, so a part of it would not be compared:\n  {lines}")
-    found = difference(of_base, read_both[0].adapter, read_both[1].adapter, (str(a), str(b)))
-    if found.equal and not found.compared:
+    diff = difference(of_base, read_both[0].adapter, read_both[1].adapter, (str(a), str(b)))
+    if diff.equal and not diff.compared:
         raise UserError(f"there is nothing to compare: neither {first} nor {second} has an update that is not zero")
-    return found
+    return diff
 
 
 def _open(adapter: Path | str) -> StoredAdapter:
@@ -212,13 +212,13 @@ def _of_another_base(stored: StoredAdapter, base: str, model: ResolvedModel) -> 
 def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) -> Read:
     """Read an adapter in `layout`, None to detect it; `UserError` if that is in doubt, or a part matches nothing in the
     base."""
-    found = read(stored, base, layout)
+    parsed = read(stored, base, layout)
     if layout is None:
-        sure(found, stored)
-    if problems := [*found.unread, *found.wrong]:
+        sure(parsed, stored)
+    if problems := [*parsed.unread, *parsed.wrong]:
         lines = "\n  ".join(first_of(problems))
         raise UserError(f"{stored} does not fit {base.name!r}, so a part of it would be lost:\n  {lines}")
-    return found
+    return parsed
 
 
 def _taken_apart(model: ResolvedModel, tensors: Mapping[str, Stored]) -> tuple[ResolvedModel, dict[str, Stored]]:

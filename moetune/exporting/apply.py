@@ -124,26 +124,26 @@ def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> N
     the base's tensors by name, `base` its folder, for the message.
     """
     for key, tensor in delta.tensors.items():
-        place, rows = places.get(key), delta.slices.get(key)
-        if place is not None and rows is None and tensor.shape == place.shape:
+        target, rows = places.get(key), delta.slices.get(key)
+        if target is not None and rows is None and tensor.shape == target.shape:
             continue
-        if place is not None and rows and tensor.row_shape == place.row_shape and max(rows) < place.num_rows:
+        if target is not None and rows and tensor.row_shape == target.row_shape and max(rows) < target.num_rows:
             continue
-        there = "missing" if place is None else f"{[*place.shape]}"
-        raise UserError(f"{key} of the delta is {[*tensor.shape]} and {there} in {str(base)!r}")
+        in_base = "missing" if target is None else f"{[*target.shape]}"
+        raise UserError(f"{key} of the delta is {[*tensor.shape]} and {in_base} in {str(base)!r}")
 
 
 def _refuse_other_ties(delta: Delta, places: Mapping[str, Stored], source: ModelSource) -> None:
     """Raise `UserError` if the delta holds a table of the vocabulary that is tied to another in one of the two bases
     only, the one that it was made for and `source`, whose tensors are `places`: the other would change in one only."""
     rows = getattr(source.config.get_text_config(), "vocab_size", None)
-    there = {name: str([*place.shape]) for name, place in places.items()}
+    base_shapes = {name: str([*tensor.shape]) for name, tensor in places.items()}
     made_for = {name: kind.partition(" ")[2] for name, kind in delta.base.fingerprint.tensors.items()}
-    for name in sorted(there.keys() ^ made_for.keys()):
-        shape = {**there, **made_for}[name]
-        table = next((key for key, one in delta.tensors.items() if str([*one.shape]) == shape), None)
+    for name in sorted(base_shapes.keys() ^ made_for.keys()):
+        shape = {**base_shapes, **made_for}[name]
+        table = next((key for key, tensor in delta.tensors.items() if str([*tensor.shape]) == shape), None)
         if table is not None and shape.startswith(f"[{rows}, "):
-            which = "this base" if name in there else "the base that the delta was made for"
+            which = "this base" if name in base_shapes else "the base that the delta was made for"
             raise UserError(
                 f"{table} of the delta is tied to {name} in one base, and only {which} has a tensor for each; apply it "
                 "to the base that it was made for"

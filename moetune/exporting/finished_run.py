@@ -96,9 +96,9 @@ def open_run(path: Path) -> FinishedRun:
     shapes = {name: tensor.shape for name, tensor in trained.items()}
     for name in sorted(expected.keys() | shapes.keys()):
         if shapes.get(name) != expected.get(name):
-            here, there = (str([*of[name]]) if name in of else "not there" for of in (shapes, expected))
+            actual, wanted = (str([*of[name]]) if name in of else "not there" for of in (shapes, expected))
             raise UserError(
-                f"{str(checkpoint / TRAINED_FILE)!r} does not fit {RUN_FILE}: {name} is {here} in it, not {there}"
+                f"{str(checkpoint / TRAINED_FILE)!r} does not fit {RUN_FILE}: {name} is {actual} in it, not {wanted}"
             )
         if trained[name].dtype not in WEIGHTS:
             raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which no run writes")
@@ -163,11 +163,11 @@ def base_folder(run: FinishedRun) -> Path:
     return folder
 
 
-def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = None) -> Base:
+def confirmed_base(run: FinishedRun, folder: Path, fingerprint: Fingerprint | None = None) -> Base:
     """Compare the fingerprint of the base in `folder` with the one that the run recorded.
 
     Args:
-        found: the fingerprint of `folder`, if known; by default the whole folder is read to compute it.
+        fingerprint: the fingerprint of `folder`, if known; by default the whole folder is read to compute it.
 
     Returns:
         The name and fingerprint of the base, for the manifest of an export; as now found if the run recorded none.
@@ -175,10 +175,10 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = N
     Raises:
         UserError: the fingerprints differ.
     """
-    found = found or take_fingerprint(folder)
+    fingerprint = fingerprint or take_fingerprint(folder)
     if run.base is None:
-        return Base(run.adapted.run.model.source.name, found)
-    refuse_changed_base(run.base, found, str(run), str(folder))
+        return Base(run.adapted.run.model.source.name, fingerprint)
+    refuse_changed_base(run.base, fingerprint, str(run), str(folder))
     return run.base
 
 

@@ -38,11 +38,11 @@ def predict_merged(run: FinishedRun) -> MemoryReport:
     alike = {_kind(update, mapping, base): (update, mapping) for update, mapping in targets}
     settings, structure = run.config.model, run.adapted.structure
     with refusing_values(settings.path, structure.model_type), QuickFakeMode(), tracker, torch.no_grad():
-        for tensor in {one.shape: one for one in trained.values() if isinstance(one, Stored)}.values():
+        for tensor in {tensor.shape: tensor for tensor in trained.values() if isinstance(tensor, Stored)}.values():
             for start, stop in tensor.blocks():  # as opening the run looks for values that are not finite
                 tensor.rows(start, stop)
         if any(isinstance(tensor, Quantized) for tensor in base.values()):
-            for tensor in {one.shape: one for one in base.values()}.values():
+            for tensor in {tensor.shape: tensor for tensor in base.values()}.values():
                 for start, stop in tensor.blocks():
                     tensor.as_written(tensor.rows(start, stop))
         for update, mapping in alike.values():
@@ -57,6 +57,6 @@ def _kind(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) -> tu
     these are converted."""
     function = update.rows
     factors = function.args if isinstance(function, partial) else ()
-    shapes = tuple(one.shape for one in factors if isinstance(one, Stored))
+    shapes = tuple(factor.shape for factor in factors if isinstance(factor, Stored))
     stored = tuple(base[key].shape for key in mapping.every_key())
     return update.expert is None, update.is_added, shapes, stored, type(mapping.conversion)

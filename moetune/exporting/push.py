@@ -30,7 +30,7 @@ def model_card(run: Path, format: str) -> ModelCard:
         "LoRA": None if lora is None else f"rank {ranks_as_text(lora.rank)}, alpha {lora.alpha:g}",
         "further parts": ", ".join(config.adapt.also) or None,
         "steps": f"{train.steps} of {train.micro_batch * train.accumulate} × {train.sequence_length} tokens",
-        "optimizer": ", ".join({f"{one.name}, lr {one.lr:g}": None for one in config.optimizers.values()}),
+        "optimizer": ", ".join({f"{opt.name}, lr {opt.lr:g}": None for opt in config.optimizers.values()}),
     }
     losses = [(line["step"], loss) for line in folder.metrics() if (loss := line.get("eval_loss")) is not None]
     for step, loss in losses[:1] + losses[1:][-1:]:

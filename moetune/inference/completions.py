@@ -93,20 +93,20 @@ def complete(
     with writing(out), aside(out, of) as folder, (folder / _BATCHES).open("a+b") as begun:
         finished = _finished(begun, [len(numbers) for numbers in plan])
         texts: dict[int, str] = {}
-        for numbers, found in zip(plan, finished, strict=False):
-            texts.update(zip(numbers, found, strict=True))
+        for numbers, written in zip(plan, finished, strict=False):
+            texts.update(zip(numbers, written, strict=True))
         if texts:
             console.print(f"continuing after {len(texts):,} of {len(ids) * samples:,} texts", highlight=False)
         with counting(console, "generating", len(ids) * samples, len(texts)) as advance:
             for number in range(len(finished), len(plan)):
                 rows = [ids[index // samples] for index in plan[number]]
-                found = continued(
+                written = continued(
                     opened, rows, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed + number
                 )
-                begun.write(json.dumps(found).encode() + b"\n")
+                begun.write(json.dumps(written).encode() + b"\n")
                 begun.flush()
-                texts.update(zip(plan[number], found, strict=True))
-                advance(len(found))
+                texts.update(zip(plan[number], written, strict=True))
+                advance(len(written))
         lines = [
             json.dumps({**record, GENERATED: texts[index * samples + sample]}, ensure_ascii=False)
             for index, (_, record) in enumerate(records)
@@ -118,14 +118,14 @@ def complete(
     return Completions(opened.name, str(out), len(records), len(lines))
 
 
-def fullest_batch(found: Opened, prompts: str, *, batch: int = 8, samples: int = 1) -> tuple[int, int]:
+def fullest_batch(opened: Opened, prompts: str, *, batch: int = 8, samples: int = 1) -> tuple[int, int]:
     """Return the size of the largest batch that `complete` would make of the same arguments, for a memory prediction.
 
     This is the number of prompts, and the tokens of the longest of them, to which the others are padded; the batch is
     the one in which their product is largest. Raises `UserError` as `complete` for a record that it cannot use.
     """
-    rows = [ids for where, record in _records(prompts) for ids in [_token_ids(found, where, record)] * samples]
-    sizes = [(len(numbers), max(len(rows[number]) for number in numbers)) for numbers in _batches(found, rows, batch)]
+    rows = [ids for where, record in _records(prompts) for ids in [_token_ids(opened, where, record)] * samples]
+    sizes = [(len(numbers), max(len(rows[number]) for number in numbers)) for numbers in _batches(opened, rows, batch)]
     return max(sizes, key=lambda size: size[0] * size[1])
 
 
@@ -163,8 +163,8 @@ def _prompt(record: dict[str, Any]) -> str | list[Message]:
     """Return a record's prompt: text, or messages without an answer at the end; `MalformedError` if it has none."""
     keys = [key for key in ("prompt", "text", "messages") if key in record]
     if len(keys) != 1:
-        found = ", ".join(map(shown, record)) or "none"
-        raise MalformedError(f"has the keys {found}; give it one of prompt, text and messages")
+        given = ", ".join(map(shown, record)) or "none"
+        raise MalformedError(f"has the keys {given}; give it one of prompt, text and messages")
     if keys != ["messages"]:
         return checked_text(record[keys[0]], keys[0])
     chat = chat_of(record)

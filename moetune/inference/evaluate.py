@@ -113,14 +113,14 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
     if given is None:
         return None
 
-    def place(spec: str, split: str) -> tuple[Path, str]:
+    def location(spec: str, split: str) -> tuple[Path, str]:
         name, after = path_and_split(spec)
         path = expanded(name).resolve()
         return path, after or ("" if path.is_file() else split)
 
-    asked = place(data, "train")
-    trained = asked in {place(name, "train") for name, _ in data_sets(given.train, given.split)}
-    held_out = asked in {place(name, "held out") for name, _ in data_sets(given.eval)}
+    asked = location(data, "train")
+    trained = asked in {location(name, "train") for name, _ in data_sets(given.train, given.split)}
+    held_out = asked in {location(name, "held out") for name, _ in data_sets(given.eval)}
     return False if trained else True if held_out else None
 
 

@@ -155,7 +155,7 @@ def written_after(
     *,
     ends: int | list[int],
     pad: int,
-    **more: Any,
+    **overrides: Any,
 ) -> Tensor:
     """Return prompts `ids` [B, S] with the N ≤ `max_new_tokens` tokens that a model generates after them, [B, S + N].
 
@@ -164,10 +164,10 @@ def written_after(
         max_new_tokens: the number of tokens to generate, for which the model must have positions.
         temperature: 0 for the most likely token at each position; above 0, tokens are sampled.
         ends, pad: ids of the tokens that end a text, and of the one that follows it, as padding.
-        more: further arguments of transformers' `generate`.
+        overrides: further arguments of transformers' `generate`.
     """
     generate: Any = model.generate
-    settings = {"cache_implementation": "static" if has_static_cache(model.config) else "dynamic", **more}
+    settings = {"cache_implementation": "static" if has_static_cache(model.config) else "dynamic", **overrides}
     return generate(
         input_ids=ids,
         attention_mask=is_token,
@@ -208,7 +208,7 @@ def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
     None, for a model without this file, gives the defaults. Raises `UserError` for an invalid value.
     """
     try:
-        found = _Sampling.model_validate(settings)
+        valid = _Sampling.model_validate(settings)
     except ValidationError as error:
         raise UserError(f"generation_config.json of {name!r}: {first_problem(error)}") from None
-    return GenerationConfig(**found.model_dump(exclude_none=True))
+    return GenerationConfig(**valid.model_dump(exclude_none=True))

@@ -279,14 +279,14 @@ def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceTyp
         warnings.simplefilter("ignore")  # PEFT calls transformers by a deprecated name
         # a tensor of another shape is left out here, and named below
         adapted = PeftModel.from_pretrained(plain, str(path), ignore_mismatched_sizes=True)
-        places = get_peft_model_state_dict(adapted)
+        expected = get_peft_model_state_dict(adapted)
     refuse_misfit(
-        {f"missing {name}" for name in places.keys() - tensors.keys()}
-        | {f"unexpected {name}" for name in tensors.keys() - places.keys()}
+        {f"missing {name}" for name in expected.keys() - tensors.keys()}
+        | {f"unexpected {name}" for name in tensors.keys() - expected.keys()}
         | {
-            f"{name} is {[*tensors[name].shape]}, not {[*place.shape]}"
-            for name, place in places.items()
-            if name in tensors and tensors[name].shape != place.shape
+            f"{name} is {[*tensors[name].shape]}, not {[*factor.shape]}"
+            for name, factor in expected.items()
+            if name in tensors and tensors[name].shape != factor.shape
         },
         f"the factors in {what!r}",
         base,
@@ -302,10 +302,10 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
     PEFT would load it without an error, and compute something else. `base` is the base that it names.
     """
     model, stored = resolve_model(ModelConfig.named(base), device), open_adapter(path)
-    found = sure(read(stored, base_of(model.source, model.plain, model.structure, base)), stored)
-    if found.layout not in (None, "peft"):
+    parsed = sure(read(stored, base_of(model.source, model.plain, model.structure, base)), stored)
+    if parsed.layout not in (None, "peft"):
         raise UserError(
-            f"the adapter in {what!r} is in the layout {found.layout}, which PEFT would read wrongly; moetune adapter "
+            f"the adapter in {what!r} is in the layout {parsed.layout}, which PEFT would read wrongly; moetune adapter "
             f"convert {base} {what} --to peft --out DIR"
         )
 

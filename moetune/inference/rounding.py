@@ -102,24 +102,24 @@ def measure(
         DoesNotFit: the model in 16 bits fits this machine in neither way.
     """
     device, console = this_device(), console or terminal(stderr=True)
-    found = find_in_16_bits(model, device)
-    run = found.run
+    opened = find_in_16_bits(model, device)
+    run = opened.run
     assert run is not None
-    rows = some_of(data, rows_of(found, data, sequence_length, format)[0], run.config, tokens).rows
+    rows = some_of(data, rows_of(opened, data, sequence_length, format)[0], run.config, tokens).rows
     try:
-        _refuse_unfit(found, rows)
+        _refuse_unfit(opened, rows)
     except DoesNotFit:
         if device == "cpu":
             raise
-        found = find_in_16_bits(model, device, on_host=True)
-        _refuse_unfit(found, rows)
+        opened = find_in_16_bits(model, device, on_host=True)
+        _refuse_unfit(opened, rows)
         console.print("the model in 16 bits does not fit the card: its experts stay on the host", highlight=False)
-    plain, padding, loaded = evaluated(found, rows, data, data), pad_token_id(found.tokenizer), found.model
+    plain, padding, loaded = evaluated(opened, rows, data, data), pad_token_id(opened.tokenizer), opened.model
     matrices = _matrices(run, loaded, storage)
 
     def rounded_loss(places: Iterable[Place]) -> float:
-        for place in places:
-            for stack in matrices[place]:
+        for part_of_layer in places:
+            for stack in matrices[part_of_layer]:
                 _round_(stack, storage, double_quant, loaded.device)
         return mean_loss(loaded, rows, padding)[0]
 
@@ -130,14 +130,14 @@ def measure(
             cost = rounded_loss([(layer, part)]) - plain.loss
             for stack, values in zip(stacks, before, strict=True):
                 stack.copy_(values)
-            parts.append(PartCost(layer, part, cost, sum(_saved(one, storage, double_quant) for one in stacks)))
+            parts.append(PartCost(layer, part, cost, sum(_saved(stack, storage, double_quant) for stack in stacks)))
             advance(1)
     left = left_in_16_bits(parts, budget or 0)
-    places = {(one.layer, one.part) for one in left}
+    places = {(kept.layer, kept.part) for kept in left}
     base_loss = rounded_loss(matrices.keys() - places)
     loss = rounded_loss(places) if places else base_loss
-    proposed = base_of(left, parts, storage), sum(one.bytes for one in left), base_loss
-    of = found.name, storage, data, plain.records, plain.tokens, plain.loss, loss, tuple(parts)
+    proposed = base_of(left, parts, storage), sum(kept.bytes for kept in left), base_loss
+    of = opened.name, storage, data, plain.records, plain.tokens, plain.loss, loss, tuple(parts)
     return Rounding(*of, *(() if budget is None else proposed))
 
 
@@ -147,17 +147,17 @@ def left_in_16_bits(parts: Iterable[PartCost], budget: int) -> list[PartCost]:
     Costs are taken to add up, and a part that costs nothing is not among them.
     """
     left = []
-    for one in sorted(parts, key=lambda one: -one.cost / one.bytes):
-        if one.cost > 0 and one.bytes <= budget:
-            left.append(one)
-            budget -= one.bytes
+    for part in sorted(parts, key=lambda part: -part.cost / part.bytes):
+        if part.cost > 0 and part.bytes <= budget:
+            left.append(part)
+            budget -= part.bytes
     return left
 
 
 def base_of(left: Sequence[PartCost], parts: Sequence[PartCost], storage: QuantizedDtype) -> Any:
     """Return the value of `model.base` with which of `parts` those in `left` are in bf16, all others in `storage`."""
-    kept = {one.layer: {other.part: "bf16" for other in left if other.layer == one.layer} for one in left}
-    counts = Counter(one.layer for one in parts)
+    kept = {cost.layer: {same.part: "bf16" for same in left if same.layer == cost.layer} for cost in left}
+    counts = Counter(cost.layer for cost in parts)
     layers = {layer: "bf16" if len(of) == counts[layer] else of for layer, of in sorted(kept.items())}
     base = BaseConfig.model_validate({"default": storage, "layers": layers})
     return base.model_dump(mode="json", exclude_defaults=True) if left else storage
@@ -177,11 +177,11 @@ def _matrices(run: ResolvedRun, model: nn.Module, storage: QuantizedDtype) -> di
     return dict(sorted(matrices.items()))
 
 
-def _refuse_unfit(found: Opened, rows: datasets.Dataset) -> None:
+def _refuse_unfit(opened: Opened, rows: datasets.Dataset) -> None:
     """Raise `DoesNotFit` if this machine cannot hold a model while it is evaluated on the rows."""
     lengths = lengths_of(rows)
-    rough = surely_below(found.resolved.structure, ROWS * max(lengths, default=0))
-    refuse_unfit("measuring", rough, lambda here: predict_eval(found, lengths, gpu=here), "moetune eval --predict")
+    rough = surely_below(opened.resolved.structure, ROWS * max(lengths, default=0))
+    refuse_unfit("measuring", rough, lambda here: predict_eval(opened, lengths, gpu=here), "moetune eval --predict")
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from socket import AF_INET, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, socket
+from socket import create_server
 from typing import Literal
 
 import torch
@@ -62,12 +62,10 @@ class Serving(Answer):
     def start(self) -> None:
         """Call the commands; the last one takes the place of this process. Raise `UserError` if one fails, or the port
         is taken."""
-        with socket(AF_INET, SOCK_STREAM) as tried:
-            tried.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)  # as servers do, so that one that ended is no obstacle
-            try:
-                tried.bind((_HOST, self.port))
-            except OSError as error:
-                raise UserError(f"port {self.port} of {_HOST}: {error.strerror}; give another --port") from None
+        try:
+            create_server((_HOST, self.port)).close()
+        except OSError as error:
+            raise UserError(f"port {self.port} of {_HOST}: {error.strerror}; give another --port") from None
         for *command, file in self.commands[:-1]:
             unfinished = f"{file}.unfinished"  # what is there under the file's own name is not made again
             if code := subprocess.run([*command, unfinished], check=False).returncode:

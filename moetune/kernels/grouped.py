@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -133,13 +134,14 @@ def _is_aligned(a: Tensor, b: Tensor) -> bool:
     )
 
 
+_capability = cache(torch.cuda.get_device_capability)
 _ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _kernel(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Callable[..., Tensor] | None:
     if not a.is_cuda:
         return _by_torch if a.dtype in _ON_CPU and _is_aligned(a, b) else None
-    whose = kernel_of(torch.cuda.get_device_capability(a.device), a, b)
+    whose = kernel_of(_capability(a.device), a, b)
     if whose == "torch":
         return _by_torch
     module = on_gpu("moetune.kernels.triton_product") if whose == "triton" else None

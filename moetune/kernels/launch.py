@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.runtime import driver
 
 from moetune.errors import one_line
@@ -27,6 +28,14 @@ def next_power_of_2(number: int) -> int:
 def ceil_div(number: int, size: int) -> int:
     """Return number / size, rounded up."""
     return -(-number // size)
+
+
+Plan = Callable[..., tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]]
+"""Function of tensors and other arguments that returns the grid of a launch, its numbers and its constants."""
+Launched = tuple[Any, ...]
+"""Triton's launcher, the function that returns the current stream, and fixed arguments before and after the others."""
+MOST_PLANS = 1024
+"""Plans that a kernel remembers: the lengths of rows may be others in each step."""
 
 
 class QuickLaunch:
@@ -50,23 +59,45 @@ class QuickLaunch:
         self.jitted, self._varying = jitted, varying
         self._names = list(inspect.signature(function).parameters)
         self._compiled: dict[tuple[object, ...], tuple[Any, ...]] = {}
+        self._planned: dict[tuple[object, ...], tuple[Any, ...]] = {}
         self._tensors = -1
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         """Return a function that launches the kernel on `grid`, one to three program counts."""
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def planned(self, key: tuple[object, ...], tensors: Sequence[Tensor], plan: Plan, *args: Any) -> None:
+        """Launch the kernel on `tensors`, with what `plan(*args)` returns, which is called once for each `key`.
+
+        All that it returns must follow from `key` and the dtypes of the tensors. Raises as `_launch` does.
+        """
+        addresses, bits = [tensor.data_ptr() for tensor in tensors], 0
+        for address in addresses:
+            bits |= address
+        key = (key, tensors[0].get_device(), *[tensor.dtype for tensor in tensors])
+        if bits % 16 or (known := self._planned.get(key)) is None:
+            grid, numbers, constants = plan(*args)
+            launched = self._launch(grid, *tensors, *numbers, **constants)
+            if launched is not None and not bits % 16:
+                if len(self._planned) == MOST_PLANS:
+                    self._planned.clear()
+                run, stream, fixed, of_kernel = launched
+                self._planned[key] = run, stream, (*grid, 1, 1)[:3], fixed, (*numbers, *of_kernel)
+            return
+        run, stream, programs, fixed, rest = known
+        run(*programs, stream(key[1]), *fixed, *addresses, *rest)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> Launched | None:
         """Launch the kernel, after compiling it if no compiled kernel has the key of these arguments.
 
-        A grid without programs launches nothing.
+        A grid without programs launches nothing, and returns None.
 
         Raises:
             KernelError: the kernel could not be compiled, loaded or launched; it has not run.
             torch.OutOfMemoryError: the GPU has too little memory for it.
         """
         if 0 in grid:
-            return
+            return None
         if self._tensors < 0:
             self._tensors = sum(torch.is_tensor(arg) for arg in args)
         tensors = args[: self._tensors]
@@ -83,11 +114,12 @@ class QuickLaunch:
             of_kernel = list(constants.values())[: len(self._names) - len(args)]
             # what `compiled[grid]` would look up at each launch; without metadata and hooks, which are for profilers
             fixed = compiled.function, compiled.packed_metadata, None, None, None
-            self._compiled[key] = compiled.run, driver.active.get_current_stream, fixed, of_kernel
-            return
+            known = self._compiled[key] = compiled.run, driver.active.get_current_stream, fixed, of_kernel
+            return known
         run, stream, fixed, of_kernel = known
         x, y, z = (*grid, 1, 1)[:3]
         run(x, y, z, stream(key[0]), *fixed, *addresses, *args[self._tensors :], *of_kernel)
+        return known
 
     def _first_launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         """Compile, load and launch the kernel; return the compiled kernel. Raises as `_launch` does.

@@ -83,16 +83,18 @@ def _dequantize_nf4(
 
 def dequantize_nf4(data, absmax, nested, code, offset, weights, dtype):
     out = data.new_empty(data.shape[0], weights, dtype=dtype)
-    blocks, nests = absmax.shape[1], 0 if nested is None else nested.shape[1]
-    grid = (ceil_div(blocks, BLOCKS_OF_64), data.shape[0])
-    is_nested = nested is not None
-    of_nested = (nested, code, offset) if is_nested else (absmax, absmax, absmax)
-    # without fused multiply-add, scales are bit for bit those of bitsandbytes
-    _dequantize_nf4[grid](
-        data, absmax, *of_nested, out, weights, data.shape[1], blocks, nests, NESTED=is_nested, BLOCKS=BLOCKS_OF_64,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    of_nested = (absmax, absmax, absmax) if nested is None else (nested, code, offset)
+    key = data.shape, absmax.shape, nested is None, of_nested[0].shape, weights
+    _dequantize_nf4.planned(key, (data, absmax, *of_nested, out), _plan_nf4, data, absmax, nested, weights)
     return out
+
+
+def _plan_nf4(data, absmax, nested, weights):
+    blocks, is_nested = absmax.shape[1], nested is not None
+    numbers = weights, data.shape[1], blocks, nested.shape[1] if is_nested else 0
+    # without fused multiply-add, scales are bit for bit those of bitsandbytes
+    constants = {"NESTED": is_nested, "BLOCKS": BLOCKS_OF_64, "enable_fp_fusion": False}
+    return (ceil_div(blocks, BLOCKS_OF_64), data.shape[0]), numbers, constants
 
 
 # --- int8, FP8, MXFP4, NVFP4 and INT4 -----------------------------------------------------------------------------

@@ -139,31 +139,44 @@ def _strides(rows: Tensor, *, alternates: bool) -> tuple[int, ...]:
     return rows.stride() if rows.dim() == 3 and not alternates else (rows.stride(0), 0, rows.stride(1))
 
 
-def low_rank(x, first, second, base, out, ends, counts, scale):
+def _plan(x, first, second, base, out, grouped, adds, scale):
     rows, (experts, parts, rank) = x.shape[0], first.shape[:3]
-    narrow = x.new_empty(rows, parts, rank)
-    if not rows:
-        return narrow
-    adds = second is not None and base is not None and out is not None
-    if second is None or base is None or out is None:
-        second, base, out = first, x, x
     x_alternates, out_alternates = _alternates(x), adds and _alternates(base) and _alternates(out)
     stacked = 2 if x_alternates or out_alternates else 1
     tile = _tiles(rank, x.dtype, stacked)
     wide_out = out.shape[-1] if adds else 0
     together = parts if adds and out.dim() == 2 and stacked == 1 else 1
-    tiles = ceil_div(rows, ROWS) + (experts if ends is not None else 0)
+    tiles = ceil_div(rows, ROWS) + (experts if grouped else 0)
     # few tiles of rows leave a GPU idle: then columns are divided too, and each program repeats x·firstᵀ
     across = wide_out * (2 if out_alternates else 1)
     splits = max(1, min(512 // tiles, across // 1024))
     each = ceil_div(ceil_div(across, splits), tile["WIDE"]) * tile["WIDE"]
-    _low_rank[(tiles, splits, parts // (together * stacked))](
-        x, first, second, base, out, narrow, x if ends is None else ends, rows, experts, rank, x.shape[-1], wide_out,
-        each, parts, *_strides(x, alternates=x_alternates), *first.stride(), *second.stride(),
-        *_strides(base, alternates=out_alternates), *_strides(out, alternates=out_alternates), float(scale),
-        GROUPED=ends is not None, ADDS=adds, TOGETHER=together, X_ALTERNATES=x_alternates,
-        OUT_ALTERNATES=out_alternates, EXPERTS=next_power_of_2(experts), **tile,
+    grid = tiles, splits, parts // (together * stacked)
+    numbers = (
+        rows, experts, rank, x.shape[-1], wide_out, each, parts, *_strides(x, alternates=x_alternates),
+        *first.stride(), *second.stride(), *_strides(base, alternates=out_alternates),
+        *_strides(out, alternates=out_alternates), float(scale),
     )  # fmt: skip
+    constants = {
+        "GROUPED": grouped, "ADDS": adds, "TOGETHER": together, "X_ALTERNATES": x_alternates,
+        "OUT_ALTERNATES": out_alternates, "EXPERTS": next_power_of_2(experts), **tile,
+    }  # fmt: skip
+    return grid, numbers, constants
+
+
+def low_rank(x, first, second, base, out, ends, counts, scale):
+    narrow = x.new_empty(x.shape[0], *first.shape[1:3])
+    if not x.shape[0]:
+        return narrow
+    adds = second is not None and base is not None and out is not None
+    if second is None or base is None or out is None:
+        second, base, out = first, x, x
+    key = (
+        x.shape, x.stride(), first.shape, first.stride(), second.stride(), base.stride(), out.shape, out.stride(),
+        ends is None, adds, scale,
+    )  # fmt: skip
+    tensors = x, first, second, base, out, narrow, x if ends is None else ends
+    _low_rank.planned(key, tensors, _plan, *tensors[:5], ends is not None, adds, scale)
     return narrow
 
 
@@ -234,20 +247,34 @@ def _low_rank_gradients(
         )  # fmt: skip
 
 
-def low_rank_gradients_(narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, counts, scale):
-    (_, parts, rank), experts = narrow_in.shape, (of_second if of_first is None else of_first).shape[0]
-    wide_in, wide_out = 0 if of_first is None else x.shape[1], 0 if of_second is None else dout.shape[-1]
-    none = narrow_in[None]  # in the place of a gradient that is skipped: no tile covers its 0 columns
-    of_first, of_second = none if of_first is None else of_first, none if of_second is None else of_second
+def _plan_gradients(x, narrow_in, dout, of_first, of_second, adds, grouped, weighted, scale):
+    experts = max(of_first.shape[0], of_second.shape[0])
+    _, parts, rank = narrow_in.shape
+    wide_in, wide_out = x.shape[1] * adds[0], dout.shape[-1] * adds[1]
     stacked = 2 if _alternates(dout) else 1
     # a rank of 64 in a tile becomes a WGMMA on 9.0, which some assemblers compile wrongly (triton-lang/triton#11781)
     tile = _tiles(min(32 // stacked, rank), x.dtype, stacked)
     ranks = ceil_div(rank, tile["RANK"])
     tiles = sum(ceil_div(size, tile["WIDE"]) for size in (wide_in, wide_out * stacked))
-    weighted = weights is not None
-    _low_rank_gradients[(experts, tiles * ranks, parts // stacked)](
-        narrow_out, x, narrow_in, dout, of_first, of_second, weights if weighted else x, order if weighted else x,
-        x if ends is None else ends, x.shape[0], rank, wide_in, wide_out, parts * rank, *x.stride(),
-        *_strides(dout, alternates=stacked == 2), *of_first.stride(), *of_second.stride(), float(scale),
-        GROUPED=ends is not None, WEIGHTED=weighted, **tile | {"RANKS": ranks},
+    numbers = (
+        x.shape[0], rank, wide_in, wide_out, parts * rank, *x.stride(), *_strides(dout, alternates=stacked == 2),
+        *of_first.stride(), *of_second.stride(), float(scale),
     )  # fmt: skip
+    constants = {"GROUPED": grouped, "WEIGHTED": weighted, **tile, "RANKS": ranks}
+    return (experts, tiles * ranks, parts // stacked), numbers, constants
+
+
+def low_rank_gradients_(narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, counts, scale):
+    adds, weighted = (of_first is not None, of_second is not None), weights is not None
+    none = narrow_in[None]  # in the place of a gradient that is skipped: no tile covers its 0 columns
+    of_first, of_second = none if of_first is None else of_first, none if of_second is None else of_second
+    key = (
+        x.shape, x.stride(), narrow_in.shape, dout.shape, dout.stride(), of_first.shape, of_first.stride(),
+        of_second.shape, of_second.stride(), adds, ends is None, weighted, scale,
+    )  # fmt: skip
+    tensors = (
+        narrow_out, x, narrow_in, dout, of_first, of_second, weights if weighted else x, order if weighted else x,
+        x if ends is None else ends,
+    )  # fmt: skip
+    plan = x, narrow_in, dout, of_first, of_second, adds, ends is not None, weighted, scale
+    _low_rank_gradients.planned(key, tensors, _plan_gradients, *plan)

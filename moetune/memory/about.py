@@ -14,7 +14,7 @@ from moetune.errors import counted
 from moetune.formats.table import format_of
 from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
-from moetune.run.stages import bubble, in_flight, stages_a_rank
+from moetune.run.stages import bubble, in_flight
 
 _VERSION: str = vars(sys.modules["moetune"])["__version__"]  # the package is always imported before this module
 
@@ -55,18 +55,17 @@ def version() -> str:
 
 def stages(run: ResolvedRun) -> str:
     """Format the stages of a pipeline: layers and micro-batches in flight of each rank, and the bubble's share."""
-    parallel, count = run.config.parallel, run.config.train.accumulate
-    waits = bubble(parallel.pp, stages_a_rank(parallel), count)
+    parallel = run.config.parallel
+    waits = bubble(parallel, run.config.train.accumulate)
     ranks = "; ".join(held_by(run, rank) for rank in range(parallel.pp))
     return f"{parallel.schedule}: {ranks}; {waits:.0%} of a step waits for other stages"
 
 
 def held_by(run: ResolvedRun, pp: int) -> str:
     """Format the layers and the micro-batches in flight of the rank with the index `pp` on the axis pp."""
-    parallel, count = run.config.parallel, run.config.train.accumulate
+    parallel = run.config.parallel
     layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in run.stages[pp :: parallel.pp])
-    flying = in_flight(parallel.schedule, parallel.pp, pp, stages_a_rank(parallel), count)
-    return f"layers {layers} ({flying} in flight)"
+    return f"layers {layers} ({in_flight(parallel, pp, run.config.train.accumulate)} in flight)"
 
 
 _WORDS: dict[Kept, str] = {
@@ -84,8 +83,10 @@ def checkpointing(run: ResolvedRun) -> str:
     if not isinstance(train.checkpointing, KeptConfig):
         kept = f", rows of {len(run.keeps_rows)} of {counted(layers, 'layer')} kept"
         return train.checkpointing + kept * isinstance(train.keep_rows, int)
-    same = [kept - {"attention"} if "rest" in kept else kept for kept in run.keeps.values()]
+    on_host = sum("host" in kept for kept in run.keeps.values())
+    same = [kept - {"attention" if "rest" in kept else "host"} for kept in run.keeps.values()]
     counts = [f"{_WORDS[kept]} of {same.count(kept)}" for kept in _WORDS if kept in same]
+    counts += [f"inputs of {on_host} on the host"] * bool(on_host)
     return f"full, kept of {counted(run.structure.num_layers, 'layer')}: {', '.join(counts)}"
 
 

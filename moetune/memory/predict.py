@@ -24,7 +24,7 @@ from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import Coordinates, data_ranks
 from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
-from moetune.run.stages import bubble, stages_a_rank
+from moetune.run.stages import bubble
 from moetune.run.validation import refuse_unpredictable
 
 Tracing = Callable[..., Trace]
@@ -80,7 +80,7 @@ def predict_memory(
     cards = [name if isinstance(name, Gpu) else find_gpu(name) for name in names or ("l40s",)]
     card = cards[0]
     run = as_known(run, card if names else None)
-    run = run.keeping({}) if is_open(run.config.train) else run
+    run = run.keeping(run.keeps) if is_open(run.config.train) else run
     config = run.config
     common = {
         "model": config.model.path,
@@ -220,9 +220,8 @@ def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
     """Return the estimated time of a traced step on a GPU; None if its speed is unknown or no work was counted."""
     train = config.train
     tokens = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(config.parallel)
-    parallel = config.parallel
-    waits = bubble(parallel.pp, stages_a_rank(parallel), train.accumulate)
-    return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives), waits)
+    sent = (one.bytes for one in traced.collectives)
+    return duration(traced.work, tokens, card, sent, bubble(config.parallel, train.accumulate))
 
 
 def slowest(config: RunConfig, found: Mapping[int, Trace], cards: Sequence[Gpu]) -> Duration | None:

@@ -140,6 +140,6 @@ def _main_stacks(modules: Mapping[str, nn.Module], stacks: list[str]) -> tuple[l
     }
     if not sizes:
         return [], 0
-    places = {stack: (stack[:-1].rpartition(".")[0], len([*modules[stack[:-1]].children()])) for stack in sizes}
-    largest = places[max(sizes, key=lambda stack: sizes[stack])]
-    return [stack for stack, place in places.items() if place == largest], largest[1]
+    kinds = {stack: (stack[:-1].rpartition(".")[0], len([*modules[stack[:-1]].children()])) for stack in sizes}
+    largest = kinds[max(sizes, key=lambda stack: sizes[stack])]
+    return [stack for stack, kind in kinds.items() if kind == largest], largest[1]

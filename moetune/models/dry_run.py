@@ -35,7 +35,7 @@ _MOST_SIDE = 2**31
 def shortened(plain: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model that runs one of identical decoder layers, whose experts return what they are given."""
     made, layers = [*made_alike(plain).values()], [*decoder_layers(plain).values()]
-    again = {number for number, one in enumerate(made) if one in made[:number]}
+    again = {number for number, layer in enumerate(made) if layer in made[:number]}
     model = copy.deepcopy(plain, {id(layers[number]): layers[number] for number in again})
     leave_out(model, again)
     for path in [path for path, module in model.named_modules() if is_experts(module)]:
@@ -101,29 +101,22 @@ def flow_of(plain: PreTrainedModel) -> tuple[str, frozenset[str]]:
     for layer in layers:
         layer.register_forward_pre_hook(before, with_kwargs=True)
         layer.register_forward_hook(after, with_kwargs=True)
-    names: dict[int, str] = {}
     try:
         with QuickFakeMode(), without_fake_reports():
             _fill(model)
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(parameter.is_floating_point())
-                names[id(parameter)] = name
+            weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
+            for weight in weights.values():
+                weight.requires_grad_()
             with without_packages(model):
                 logits = model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=False).logits
+            gradients = torch.autograd.grad(logits.sum(), [*weights.values()], allow_unused=True)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return "its code reads the values of tensors", frozenset()
-    found, nodes, seen = set(), [logits.grad_fn], set()
-    while nodes:
-        if (node := nodes.pop()) is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(names[id(leaf)])
-        nodes += [following for following, _ in node.next_functions]
+    after_last = frozenset(name for name, gradient in zip(weights, gradients, strict=True) if gradient is not None)
     embedding = model.get_input_embeddings().weight
-    if model.get_output_embeddings().weight is not embedding and names[id(embedding)] in found:
+    if model.get_output_embeddings().weight is not embedding and any(weights[name] is embedding for name in after_last):
         wrong.append("what follows the layers takes the embedding's output")
-    return next(iter(wrong), ""), frozenset(found)
+    return next(iter(wrong), ""), after_last
 
 
 def _fill(model: nn.Module) -> None:
@@ -144,7 +137,8 @@ def unknown_rope_type(config: PretrainedConfig) -> str | None:
     """Return a line about the first type of rotary embedding in a configuration that transformers does not have."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         ropes = getattr(part, "rope_parameters", None) or {}
-        for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):  # or one for each kind of layer
+        # They are the settings, or hold those of each kind of layer.
+        for rope in (ropes, *(inner for inner in ropes.values() if isinstance(inner, dict))):
             if (kind := rope.get("rope_type", "default")) not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
                 return f"rope_type {shown(kind)} (rope_scaling or rope_parameters) is none of {', '.join(known)}"
     return None

@@ -137,12 +137,12 @@ def _computes_default(experts: Any) -> bool:
     if not takes or down.shape != (count, hidden, rows // 2) or not hasattr(experts, "_apply_gate"):
         return False
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        one, two, x_TH = torch.randn(rows, hidden), torch.randn(hidden, rows // 2), torch.randn(3, hidden)
+        gate_up_RH, down_HI, x_TH = torch.randn(rows, hidden), torch.randn(hidden, rows // 2), torch.randn(3, hidden)
         weights_TK, ids_TK = torch.rand(3, 2), torch.tensor([[0, count - 1]]).expand(3, 2)
         copied = copy.deepcopy(experts)
-        copied.gate_up_proj = nn.Parameter(one.expand(count, -1, -1), requires_grad=False)
-        copied.down_proj = nn.Parameter(two.expand(count, -1, -1), requires_grad=False)
-        expected_TH = copied._apply_gate(x_TH @ one.T) @ two.T * weights_TK.sum(1, keepdim=True)
+        copied.gate_up_proj = nn.Parameter(gate_up_RH.expand(count, -1, -1), requires_grad=False)
+        copied.down_proj = nn.Parameter(down_HI.expand(count, -1, -1), requires_grad=False)
+        expected_TH = copied._apply_gate(x_TH @ gate_up_RH.T) @ down_HI.T * weights_TK.sum(1, keepdim=True)
         closed = torch.cat([torch.full((3, rows // 2), -20.0), torch.ones(3, rows // 2)], 1)
         return bool(copied._apply_gate(closed).abs().max() < 1e-3) and torch.allclose(
             copied(x_TH, ids_TK, weights_TK), expected_TH, rtol=1e-4, atol=1e-4 * float(expected_TH.abs().max())
@@ -161,10 +161,10 @@ def read_shape(experts: nn.Module, where: str) -> ExpertShape:
     num_experts, *matrix = down.shape
     hidden, intermediate = reversed(matrix) if flags["is_transposed"] else matrix
     shape = ExpertShape(num_experts, hidden, intermediate, **flags)
-    found = sum(parameter.numel() for parameter in expert_parameters(experts).values())
-    if found != num_experts * shape.parameters_per_expert:
+    held = sum(parameter.numel() for parameter in expert_parameters(experts).values())
+    if held != num_experts * shape.parameters_per_expert:
         raise UserError(
-            f"{where} ({type(experts).__name__}): its {num_experts} experts hold {found:,} parameters, "
+            f"{where} ({type(experts).__name__}): its {num_experts} experts hold {held:,} parameters, "
             f"not {num_experts} x {shape.parameters_per_expert:,}; this layout is not supported"
         )
     return shape

@@ -58,10 +58,10 @@ def count_parameters(structure: ModelStructure) -> ParameterCount:
     """
     components: dict[Component, int] = dict.fromkeys(COMPONENTS, 0)
     layer_totals = dict.fromkeys(range(structure.num_layers), 0)
-    for one in structure.parameters:
-        components[one.component] += one.numel
-        if one.layer is not None:
-            layer_totals[one.layer] += one.numel
+    for parameter in structure.parameters:
+        components[parameter.component] += parameter.numel
+        if parameter.layer is not None:
+            layer_totals[parameter.layer] += parameter.numel
     total = sum(components.values())
     moe = {layer.index: layer for layer in structure.moe_layers}
     idle = {

@@ -54,14 +54,14 @@ def score_functions(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, S
     `score_function` measures one layer for all with the same block class, expert shape and top_k.
     """
     by_kind: dict[Hashable, ScoreFunction | None] = {}
-    found: dict[int, ScoreFunction] = {}
+    functions: dict[int, ScoreFunction] = {}
     for layer in layers:
         kind = type(model.get_submodule(layer.block)), layer.shape, layer.top_k
         if kind not in by_kind:
             by_kind[kind] = score_function(model, layer)
         if (score := by_kind[kind]) is not None:
-            found[layer.index] = score
-    return found
+            functions[layer.index] = score
+    return functions
 
 
 def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:

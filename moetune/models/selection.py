@@ -40,7 +40,7 @@ class Selection:
         layers = {layer.index for layer in rest.moe_layers}
         paths = {*rest.lora_layers(), *(layer.experts for layer in rest.moe_layers)}
         return Selection(
-            self.full & {one.name for one in rest.parameters},
+            self.full & {info.name for info in rest.parameters},
             {layer: ids for layer, ids in self.experts.items() if layer in layers},
             {layer: ids for layer, ids in self.lora_experts.items() if layer in layers},
             tuple(path for path in self.lora_linears if path in rest.lora_layers()),
@@ -68,9 +68,8 @@ def select(adapt: ResolvedAdapt, structure: ModelStructure, inert: Collection[st
         full |= names
         experts |= whole_layers
     lora_linears, lora_experts = resolver.lora(adapt.lora, experts)
-    both = sorted(path for path in lora_linears if f"{path}.weight" in full)
-    if both:
-        resolver.problems.append(f"adapt: {_some(both)} would train in full and with LoRA; choose one for each")
+    if in_both := sorted(path for path in lora_linears if f"{path}.weight" in full):
+        resolver.problems.append(f"adapt: {_some(in_both)} would train in full and with LoRA; choose one for each")
     if not (full or experts or lora_linears or lora_experts or resolver.problems):
         resolver.problems.append("adapt: nothing trains; set router, experts, lora or also")
     left_out = tuple(resolver.left_out)
@@ -107,7 +106,8 @@ class _Resolver:
     def routers(self, layers: IdSet) -> set[str]:
         """Return the names of the router parameters in these layers that a gradient reaches."""
         chosen = set(self._layers("adapt.router", layers, self.moe_layers, "has no router"))
-        return {one.name for one in self.structure.parameters_of("router") if one.layer in chosen and one.has_gradient}
+        routers = self.structure.parameters_of("router")
+        return {router.name for router in routers if router.layer in chosen and router.has_gradient}
 
     def experts(self, config: ExpertsConfig | None) -> IdsByLayer:
         """Return layer index -> ids of the experts that train in full precision."""
@@ -121,7 +121,7 @@ class _Resolver:
         if target in COMPONENTS:
             matched = self.structure.parameters_of(target)
         else:
-            matched = tuple(one for one in self.structure.parameters if fnmatchcase(one.name, target))
+            matched = tuple(info for info in self.structure.parameters if fnmatchcase(info.name, target))
         if not matched and (first := self._tied_to(target)):
             self.problems.append(
                 f"{where}: {target!r} is one weight with {first.name} in this model (tied), which would train with it; "
@@ -129,12 +129,12 @@ class _Resolver:
             )
         elif not matched:
             self.problems.append(f"{where}: {target!r} matches no parameter.{self._hint(target)}")
-        elif not any(one.has_gradient for one in matched):
+        elif not any(info.has_gradient for info in matched):
             self.problems.append(f"{where}: {target!r} {_UNREACHED} ({matched[0].name}); leave it out")
-        names = {one.name for one in matched if one.has_gradient}
+        names = {info.name for info in matched if info.has_gradient}
         layers = {}
         for layer in self.structure.moe_layers:
-            stacks = {one.name for one in self.structure.parameters_of("experts") if one.layer == layer.index}
+            stacks = {info.name for info in self.structure.parameters_of("experts") if info.layer == layer.index}
             if stacks <= names:
                 layers[layer.index] = tuple(range(layer.shape.num_experts))
             elif stacks & names:
@@ -176,30 +176,30 @@ class _Resolver:
                 continue
             is_component = target in COMPONENTS
             outside = is_component or config.layers == "all"  # whether linears outside of layers count
-            found = [
+            paths = [
                 path
                 for path, linear in self.structure.lora_layers().items()
                 if (linear.component == target if is_component else _matches(path, target))
                 and (outside if linear.layer is None else linear.layer in layers)
             ]
-            if not found:
+            if not paths:
                 self.problems.append(f"{where}: {target!r} matches no linear layer there.{self._hint(target)}")
-            if tied := [path for path in found if f"{path}.weight" in self.structure.tied]:
+            if tied := [path for path in paths if f"{path}.weight" in self.structure.tied]:
                 self.problems.append(
                     f"{where}: {target!r} takes in {tied[0]}, which has one weight with "
                     f"{self.structure.tied[f'{tied[0]}.weight']} (tied), which trains as one; "
                     "name the other layers, or train both in full with adapt.also: [embedding]"
                 )
-            unreached = [path for path in found if not self.structure.lora_layers()[path].has_gradient]
+            unreached = [path for path in paths if not self.structure.lora_layers()[path].has_gradient]
             if is_component:
                 cannot = {*unreached, *self.inert}
-                self.left_out |= dict.fromkeys(path for path in found if path in cannot)
-                found = [path for path in found if path not in cannot]
+                self.left_out |= dict.fromkeys(path for path in paths if path in cannot)
+                paths = [path for path in paths if path not in cannot]
             elif unreached:
                 self.problems.append(f"{where}: {target!r} {_UNREACHED} ({unreached[0]}); leave it out")
-            for path in found:
+            for path in paths:
                 self._set_rank(config, target, path, self.structure.lora_layers()[path].layer)
-            linears |= dict.fromkeys(found)
+            linears |= dict.fromkeys(paths)
         return tuple(linears), experts
 
     def _set_rank(self, config: ResolvedLora, target: str, path: str, layer: int | None) -> None:
@@ -271,7 +271,7 @@ class _Resolver:
             or _matches(path := name.rpartition(".")[0], target)
             or (path in linears and linears[path].component == target)
         }
-        return next((one for one in self.structure.parameters if one.name in names), None)
+        return next((info for info in self.structure.parameters if info.name in names), None)
 
     def _hint(self, target: str) -> str:
         """Return a suggestion, for a message, of the components or names that the user may have meant by `target`."""

@@ -43,17 +43,17 @@ def every_layer(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _LastReturned:
-    """Forward hook of the layers that run: `others` are the last one's outputs after the hidden states, for `LeftOut`.
+    """Forward hook of the layers that run: `rest` are the last one's outputs after the hidden states, for `LeftOut`.
 
-    Tensors are weak references. `others` is None if that layer returned hidden states alone.
+    Tensors are weak references. `rest` is None if that layer returned hidden states alone.
     """
 
     def __init__(self) -> None:
-        self.others: tuple[Any, ...] | None = None
+        self.rest: tuple[Any, ...] | None = None
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         is_tuple = isinstance(output, tuple)
-        self.others = tuple(ref(one) if isinstance(one, Tensor) else one for one in output[1:]) if is_tuple else None
+        self.rest = tuple(ref(part) if isinstance(part, Tensor) else part for part in output[1:]) if is_tuple else None
 
 
 class LeftOut(nn.Module):
@@ -74,10 +74,10 @@ class LeftOut(nn.Module):
         return LeftOut(self._layer, copy.deepcopy(self._last, memo))
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        others = self._last.others
-        if others is None:
+        rest = self._last.rest
+        if rest is None:
             return hidden_states
-        return hidden_states, *(one() if isinstance(one, ref) else one for one in others)
+        return hidden_states, *(part() if isinstance(part, ref) else part for part in rest)
 
 
 def leave_out(model: nn.Module, layers: Collection[int]) -> None:

@@ -86,7 +86,7 @@ class ModelStructure:
 
     def parameters_of(self, component: str) -> tuple[ParameterInfo, ...]:
         """Return the parameters of one component, such as `attention`."""
-        return tuple(one for one in self.parameters if one.component == component)
+        return tuple(parameter for parameter in self.parameters if parameter.component == component)
 
     def linears(self, component: Component | None = None) -> dict[str, LinearInfo]:
         """Return module path -> linear layer, for all components or only for `component`."""
@@ -107,9 +107,9 @@ class ModelStructure:
         return replace(
             self,
             moe_layers=tuple(layer for layer in self.moe_layers if holds(layer.experts, layer.index)),
-            parameters=tuple(one for one in self.parameters if holds(one.name, one.layer)),
-            _linears={path: one for path, one in self._linears.items() if holds(f"{path}.weight", one.layer)},
-            _routers={path: one for path, one in self._routers.items() if holds(f"{path}.weight", one.layer)},
+            parameters=tuple(parameter for parameter in self.parameters if holds(parameter.name, parameter.layer)),
+            _linears={path: linear for path, linear in self._linears.items() if holds(f"{path}.weight", linear.layer)},
+            _routers={path: router for path, router in self._routers.items() if holds(f"{path}.weight", router.layer)},
         )
 
 
@@ -163,10 +163,10 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
             top_k is not found; it would be counted wrongly.
     """
     model_type = model.config.model_type
-    found = unknown_experts(model)
-    if found is not None:
+    unknown = unknown_experts(model)
+    if unknown is not None:
         raise UserError(
-            f"model type {model_type!r} is not supported: its experts ({found}) are neither among those that "
+            f"model type {model_type!r} is not supported: its experts ({unknown}) are neither among those that "
             "transformers marks with use_experts_implementation, nor do they compute the same"
         )
     moe_layers = _read_moe_layers(model)
@@ -210,7 +210,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Return second name of a tied parameter -> its first name."""
     first_names: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
-    return {name: first for name, one in named if (first := first_names.setdefault(id(one), name)) != name}
+    return {name: first for name, parameter in named if (first := first_names.setdefault(id(parameter), name)) != name}
 
 
 def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:

@@ -56,7 +56,7 @@ def drop_towers(model: PreTrainedModel) -> None:
     """
     decoder = model.get_decoder()
     text = (decoder, model.get_input_embeddings(), model.get_output_embeddings())
-    kept = {id(module) for one in text if one is not None for module in one.modules()}
+    kept = {id(module) for part in text if part is not None for module in part.modules()}
     around = {id(parent) for parent in model.modules() if not kept.isdisjoint(map(id, parent.modules()))} - kept
     modules = dict(model.named_modules())
     for path, module in modules.items():

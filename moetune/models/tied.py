@@ -57,7 +57,7 @@ def holds_apart(config: PretrainedConfig, tensors: Mapping[str, Stored]) -> bool
     return bool(apart)
 
 
-def _differ(one: Stored, other: Stored) -> bool:
-    if one.shape != other.shape:  # the checkpoint's reader names it
+def _differ(first: Stored, second: Stored) -> bool:
+    if first.shape != second.shape:  # the checkpoint's reader names it
         return False
-    return not all(torch.equal(one.rows(*block).float(), other.rows(*block).float()) for block in one.blocks())
+    return not all(torch.equal(first.rows(*block).float(), second.rows(*block).float()) for block in first.blocks())

@@ -29,10 +29,10 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     predictor = Predictor(card, BALANCED, device_type=run.device_type)
     available = Figure(predictor.of(run.config).required - lacking, "what there was")
     predictor = replace(predictor, gpu=replace(card, memory=available))
-    report, room = predictor.of(run.config), this_machine()
+    report, host = predictor.of(run.config), this_machine()
 
     def has_room(remedy: Remedy) -> bool:
         moved = (remedy.report.fullest.host_bytes - report.fullest.host_bytes) * run.config.parallel.ranks
-        return room is None or moved <= room.value
+        return host is None or moved <= host.value
 
     return [*filter(has_room, fitting(run.config, report, predictor.of, headroom))]

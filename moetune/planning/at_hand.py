@@ -51,8 +51,8 @@ def refuse_unfit(
         shown_by: the option or command that prints the prediction.
     """
     here, host = card_at_hand(), this_machine()
-    rooms = [room.value for room in (host, None if here is None else here.memory) if room is not None]
-    if all(2 * rough <= room for room in rooms):
+    sizes = [memory.value for memory in (host, None if here is None else here.memory) if memory is not None]
+    if all(2 * rough <= size for size in sizes):
         return
     try:
         report = predict(here)

@@ -87,20 +87,20 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
     yield from kernels
     ranks, gpus = config.parallel.ranks, torch.cuda.device_count()
     if device == "cuda" and gpus < ranks > 1:
-        found = f"{counted(gpus, 'GPU')} for {ranks} ranks"
-        yield Check("GPUs", "problem", found, "divide the run over fewer ranks in parallel:")
+        finding = f"{counted(gpus, 'GPU')} for {ranks} ranks"
+        yield Check("GPUs", "problem", finding, "divide the run over fewer ranks in parallel:")
     needs = report.required - report.fullest.outside_allocator
     assert report.host is not None
     host = replace(report.host, process=process_here()).required + (ranks * needs if device == "cpu" else 0)
-    room = this_machine()
+    available = this_machine()
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]  # free memory: this process's CUDA context is already taken
         remedy = "moetune predict lists changes that save memory; nvidia-smi lists other processes on the GPU"
         yield _check(needs <= free, "GPU memory", f"{gib(needs)} needed, {gib(free)} free", remedy)
-    if room is not None:
+    if available is not None:
         remedy = "end other programs, or use fewer settings that move tensors to host memory"
-        found = f"{gib(host)} needed, {gib(room.value)} {room.source}"
-        yield _check(host <= room.value, "host memory of the run", found, remedy)
+        finding = f"{gib(host)} needed, {gib(available.value)} {available.source}"
+        yield _check(host <= available.value, "host memory of the run", finding, remedy)
 
 
 def _packages() -> Iterator[Check]:
@@ -110,15 +110,15 @@ def _packages() -> Iterator[Check]:
     except metadata.PackageNotFoundError:
         yield Check("packages", "note", "moetune runs from its source folder, not installed", "pip install .")
         return
-    for one in wanted:
-        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+    for req in wanted:
+        if req.marker is not None and not req.marker.evaluate({"extra": ""}):
             continue
         try:
-            version = metadata.version(one.name)
+            version = metadata.version(req.name)
         except metadata.PackageNotFoundError:
-            yield Check(one.name, "problem", "not installed", f"pip install '{one}'")
+            yield Check(req.name, "problem", "not installed", f"pip install '{req}'")
             continue
-        yield _check(one.specifier.contains(version, prereleases=True), one.name, version, f"pip install '{one}'")
+        yield _check(req.specifier.contains(version, prereleases=True), req.name, version, f"pip install '{req}'")
 
 
 def _cuda() -> Iterator[Check]:
@@ -137,9 +137,9 @@ def _cuda() -> Iterator[Check]:
         remedy = "set model.dtype: fp16, because this GPU has no fast bfloat16"
         yield _check(major >= 8, name, f"compute capability {major}.{minor}", remedy, "note")
         free, total = torch.cuda.mem_get_info(number)
-        others = [f"process {one.pid} ({one.name}) {gib(one.bytes)}" for one in processes_on(device)]
+        processes = [f"process {proc.pid} ({proc.name}) {gib(proc.bytes)}" for proc in processes_on(device)]
         found, remedy = f"{gib(free)} free of {gib(total)}", "end other processes on the GPU; nvidia-smi lists them"
-        yield _check(free > 0.95 * total, f"{name}, memory", ", ".join([found, *others]), remedy, "note")
+        yield _check(free > 0.95 * total, f"{name}, memory", ", ".join([found, *processes]), remedy, "note")
         yield _kernels(device, samples("bf16"), "kernels of the experts")
     if torch.cuda.device_count() > 1:
         remedy = "install a torch build with NCCL"
@@ -152,8 +152,8 @@ def _kernels(device: torch.device, sizes: Sizes, name: str) -> Check:
     if not sizes:
         return Check(name, "ok", "the run uses none")
     verdict = compared(device, sizes)
-    found = [f"{operator} {why}" for operator, why in verdict.failed.items()]
+    failures = [f"{operator} {why}" for operator, why in verdict.failed.items()]
     if verdict.stopped:
-        found.append(f"not compared: {verdict.stopped}")
+        failures.append(f"not compared: {verdict.stopped}")
     remedy = "torch's slower operations run instead; install gcc, Python's headers, and the Triton that torch requires"
-    return _check(not found, name, "; ".join(found) or "agree with torch's operations", remedy, "note")
+    return _check(not failures, name, "; ".join(failures) or "agree with torch's operations", remedy, "note")

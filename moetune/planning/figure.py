@@ -21,7 +21,7 @@ def plan_chart(plan: Plan) -> Chart:
 
 def _draw(plan: Plan, figure: Figure) -> None:
     axes = figure.subplots()
-    has_speed = all(one.report.time is not None for one in plan.candidates)
+    has_speed = all(run.report.time is not None for run in plan.candidates)
     if not has_speed:
         axes.set_yscale("log", base=16)
         axes.yaxis.set_major_formatter(lambda size, _: gib(int(size)))
@@ -38,7 +38,7 @@ def _draw(plan: Plan, figure: Figure) -> None:
     card = plan.usable_bytes / 2**30
     axes.axvline(card, color=INK, linewidth=1.6, linestyle="--")
     axes.text(card, 1.01, f"{plan.gpu}: {gib(plan.usable_bytes)}", transform=axes.get_xaxis_transform(), ha="right")
-    axes.set_xlim(0.92 * min((one.report.required / 2**30 for one in plan.candidates), default=0.0), 1.02 * card)
+    axes.set_xlim(0.92 * min((run.report.required / 2**30 for run in plan.candidates), default=0.0), 1.02 * card)
     axes.margins(y=0.12)
     axes.set_xlabel("needed of a GPU, GiB")
     handles, goals = axes.get_legend_handles_labels()

@@ -20,38 +20,38 @@ def write_runs(plan: Plan, folder: Path) -> list[Path]:
         UserError: a file of that name exists, or one cannot be written.
     """
     files = []
-    for number, one in enumerate(plan.candidates, 1):
-        words = f"{number} {one.goal} {one.optimizer.split(',')[0]} {one.config.model.base}"
+    for number, candidate in enumerate(plan.candidates, 1):
+        words = f"{number} {candidate.goal} {candidate.optimizer.split(',')[0]} {candidate.config.model.base}"
         files.append(folder / f"{re.sub(r'[^a-z0-9]+', '-', words.lower())}.yaml")
         if os.path.lexists(files[-1]):
             raise UserError(f"{str(files[-1])!r} exists; choose another folder with --write")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, one in zip(files, plan.candidates, strict=True):
-            write_whole(file, run_text(one, file), new=True)
+        for file, candidate in zip(files, plan.candidates, strict=True):
+            write_whole(file, run_text(candidate, file), new=True)
     except OSError as error:
         raise UserError(f"{str(folder)!r} cannot be written: {error.strerror or error}") from error
     return files
 
 
-def run_text(one: Candidate, file: Path) -> str:
+def run_text(candidate: Candidate, file: Path) -> str:
     """Return the text of a candidate's run file, under a header: command, predicted memory, what is given up.
 
     `file` is the path that it will have, for the command in the header and for `output:`.
     """
-    raw = one.config.model_dump(mode="json", exclude_unset=True)
+    report, config = candidate.report, candidate.config
+    raw = config.model_dump(mode="json", exclude_unset=True)
     raw.setdefault("data", {"train": "data.jsonl"})
     raw["output"] = f"runs/{file.stem}"
-    report = one.report
-    span, larger = report.span, one.next_larger
+    span, larger = report.span, candidate.next_larger
     assert report.gpu is not None
-    beyond = "" if larger is None else f"\n# {larger.what} {larger.risk}."
-    given_up = f"\n# Given up: {'; '.join(one.strategy.gives_up)}." if one.strategy.gives_up else ""
+    next_larger = "" if larger is None else f"\n# {larger.what} {larger.risk}."
+    given_up = f"\n# Given up: {'; '.join(candidate.strategy.gives_up)}." if candidate.strategy.gives_up else ""
     host = f", and {gib(report.fullest.host_bytes)} of host memory" if report.fullest.host_bytes else ""
     return (
-        f"# {one.config.model.path}: {one.trains}; {one.optimizer}.\n#\n#     moetune train {file}\n#\n"
+        f"# {config.model.path}: {candidate.trains}; {candidate.optimizer}.\n#\n#     moetune train {file}\n#\n"
         f"# Predicted, fits: {report.verdict}. Needs {from_to(span.low, span.high)}, "
         f"{gib(span.expected)} expected, of {gib(report.gpu.usable_bytes)} of {report.gpu.name}{host}."
-        f"{given_up}{beyond}\n"
+        f"{given_up}{next_larger}\n"
         f"{yaml.safe_dump(raw, sort_keys=False, default_flow_style=None, width=100)}"
     )

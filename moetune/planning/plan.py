@@ -91,7 +91,7 @@ class Plan:
     @property
     def useful(self) -> int:
         """Number n of goals that have candidates; the first n `candidates` are the most useful one of each goal."""
-        return len({one.goal for one in self.candidates})
+        return len({candidate.goal for candidate in self.candidates})
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `moetune plan MODEL --json` prints."""
@@ -173,13 +173,14 @@ def plan(
     start = read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan")
     search = Search(start, gpu, tight, routing or UNKNOWN, trainer)
     base = source.quantization.base
-    # A trace of a pipeline runs all micro-batches of a step, which takes long where layers have a state.
-    pipelines = count > 1 and not layers_with_state(resolve_model(start.model).plain)
+    no_pipeline: dict[Goal, str] = {"experts": "its stages would be cut anew for each number of experts"}
+    if count > 1 and layers_with_state(resolve_model(start.model).plain):
+        no_pipeline = dict.fromkeys(GOALS, "tracing all micro-batches of layers with a state takes minutes")
     of_goals = {
         goal: [
-            one
-            for one in strategies(goal, search.structure, count, base, in_trl=trainer is not None)
-            if pipelines or "parallel.pp" not in one.layout
+            strategy
+            for strategy in strategies(goal, search.structure, count, base, in_trl=trainer is not None)
+            if goal not in no_pipeline or "parallel.pp" not in strategy.layout
         ]
         for goal in goals
         if search.structure.moe_layers or goal == "lora"
@@ -193,15 +194,18 @@ def plan(
         show(len(results), len(results), "nothing fits: looking for the nearest miss", None)
         miss = _nearest(search, of_goals)
     if tokens is not None:
-        candidates = [_training_on(one, tokens) for one in candidates]
+        candidates = [_training_on(candidate, tokens) for candidate in candidates]
     refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
     for strategy, reason in (pair for result in results for pair in result.refused):
         refused.setdefault((strategy.goal, reason), []).append(strategy.words)
-    notes = ["no pipeline was tried: `moetune predict --set parallel.pp` tells what one needs"]
-    notes = notes if count > 1 and not pipelines else []
+    notes = [
+        f"{goal}: no pipeline was tried: {no_pipeline[goal]}; `moetune predict --set parallel.pp={count}` predicts one"
+        for goal in of_goals
+        if count > 1 and goal in no_pipeline
+    ]
     notes += [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
     notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
-    notes += dict.fromkeys(note for one in candidates for note in one.report.notes)
+    notes += dict.fromkeys(note for candidate in candidates for note in candidate.report.notes)
     name = gpu if isinstance(gpu, str) else gpu.name
     usable = card.memory.value
     return Plan(model, name, usable, tuple(candidates), miss, tuple(notes), tokens, tight, len(results))
@@ -211,7 +215,7 @@ def _searched(
     call: Callable[[str, Iterable[Any]], Iterator[Any]],
     of_goals: dict[Goal, list[Strategy]],
     every: bool,
-    beyond: bool,
+    with_next: bool,
     show: Show,
     at_once: int,
 ) -> tuple[list[Found], list[Candidate]]:
@@ -227,7 +231,7 @@ def _searched(
         return (strategy.slowness,) if every else (strategy.slowness, *strategy.costs)
 
     def of_goal(goal: Goal) -> tuple[list[Found], list[Candidate]]:
-        found, fitting_runs = list[Found](), list[Candidate]()
+        results, fitting_runs = list[Found](), list[Candidate]()
         levels = groupby(sorted(of_goals[goal], key=costs), key=costs)
         while not fitting_runs and (level := next(levels, None)) is not None:
             together = groupby(level[1], key=lambda strategy: strategy.order if every else strategy.layout)
@@ -236,16 +240,16 @@ def _searched(
             show(len(made), known.total(), goal, None)
             for result in call("best", searches):
                 made.append(result)
-                found.append(result)
+                results.append(result)
                 show(len(made), known.total(), goal, result.candidate)
                 if result.candidate is not None:
-                    fitting_runs.append(result.candidate if beyond else replace(result.candidate, next_larger=None))
-        return found, [*call("whole", _ranked(fitting_runs))]
+                    fitting_runs.append(result.candidate if with_next else replace(result.candidate, next_larger=None))
+        return results, [*call("whole", _ranked(fitting_runs))]
 
     with ThreadPoolExecutor(at_once) as threads:  # they wait for processes
         of_all = dict(zip(of_goals, threads.map(of_goal, of_goals), strict=True))
-    whole = [one for goal in GOALS if goal in of_all for one in of_all[goal][1]]
-    return [result for found, _ in of_all.values() for result in found], _useful_first(whole)
+    whole = [candidate for goal in GOALS if goal in of_all for candidate in of_all[goal][1]]
+    return [result for results, _ in of_all.values() for result in results], _useful_first(whole)
 
 
 def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
@@ -254,14 +258,14 @@ def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
     Of a goal's candidates the first is the one that `Strategy.place` puts first.
     """
     order: tuple[Goal, ...] = ("lora", "experts", "router")
-    of_goals = ([one for one in candidates if one.goal == goal] for goal in order)
+    of_goals = ([run for run in candidates if run.goal == goal] for goal in order)
     useful = [
-        min(of_goal, key=lambda one: one.strategy.place(one.amount, one.speed)) for of_goal in of_goals if of_goal
+        min(of_goal, key=lambda run: run.strategy.place(run.amount, run.speed)) for of_goal in of_goals if of_goal
     ]
-    return useful + [one for one in candidates if not any(one is other for other in useful)]
+    return useful + [run for run in candidates if not any(run is first for first in useful)]
 
 
-def _ranked(found: list[Candidate]) -> list[Candidate]:
+def _ranked(candidates: list[Candidate]) -> list[Candidate]:
     """Sort candidates, and leave out those that a better one beats.
 
     The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; speed,
@@ -271,28 +275,28 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
     routers, also with at least as many rows in a micro-batch.
     """
 
-    def place(one: Candidate) -> tuple[float, ...]:
-        strategy, rows = one.strategy, one.config.train.micro_batch
-        return GOALS.index(one.goal), strategy.on_host, -one.amount, strategy.order, -one.speed, -rows
+    def sort_key(run: Candidate) -> tuple[float, ...]:
+        strategy, rows = run.strategy, run.config.train.micro_batch
+        return GOALS.index(run.goal), strategy.on_host, -run.amount, strategy.order, -run.speed, -rows
 
-    def is_beaten(one: Candidate) -> bool:
+    def is_beaten(run: Candidate) -> bool:
         return any(
-            other.goal == one.goal
-            and (other.strategy.order, -other.speed) < (one.strategy.order, -one.speed)
-            and all(less <= more for less, more in zip(other.strategy.costs, one.strategy.costs, strict=True))
-            and int(1.02 * other.amount) >= one.amount
-            and (one.goal == "experts" or other.config.train.micro_batch >= one.config.train.micro_batch)
-            for other in found
+            rival.goal == run.goal
+            and (rival.strategy.order, -rival.speed) < (run.strategy.order, -run.speed)
+            and all(a <= b for a, b in zip(rival.strategy.costs, run.strategy.costs, strict=True))
+            and int(1.02 * rival.amount) >= run.amount
+            and (run.goal == "experts" or rival.config.train.micro_batch >= run.config.train.micro_batch)
+            for rival in candidates
         )
 
-    return [one for one in sorted(found, key=place) if not is_beaten(one)]
+    return [run for run in sorted(candidates, key=sort_key) if not is_beaten(run)]
 
 
-def _training_on(one: Candidate, tokens: int) -> Candidate:
+def _training_on(candidate: Candidate, tokens: int) -> Candidate:
     """Return the candidate with as many steps as it takes to train on at least `tokens` tokens."""
-    train = one.config.train
-    step = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(one.config.parallel)
-    return replace(one, config=changed(one.config, {"train.steps": -(-tokens // step)}))
+    train = candidate.config.train
+    step = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(candidate.config.parallel)
+    return replace(candidate, config=changed(candidate.config, {"train.steps": -(-tokens // step)}))
 
 
 def _nearest(search: Search, of_goals: dict[Goal, list[Strategy]]) -> Miss | None:
@@ -309,7 +313,7 @@ def _nearest(search: Search, of_goals: dict[Goal, list[Strategy]]) -> Miss | Non
                 continue
     if not missed:
         return None
-    config, report = min(missed, key=lambda one: one[1].required)
+    config, report = min(missed, key=lambda miss: miss[1].required)
     cards = sorted((find_gpu(name) for name in gpu_names()), key=lambda card: card.memory.value)
     names = [card.full_name for card in cards if card.memory.value >= report.span.high][:2]
     if _fits_two(search, config):

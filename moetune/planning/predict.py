@@ -50,7 +50,7 @@ def predict(
     if run.config.parallel.ranks > 1:
         note = "another layout may fit: compare layouts with `moetune compare` (docs/guides/parallel.md)"
         return replace(report, notes=(*report.notes, note))
-    changes = tuple(one.change_of(report) for one in islice(fitting(run.config, report, predictor.of), 3))
+    changes = tuple(remedy.change_of(report) for remedy in islice(fitting(run.config, report, predictor.of), 3))
     if changes:
         return replace(report, changes=changes)
     return replace(report, notes=(*report.notes, "no change of the run file is known that makes it fit"))

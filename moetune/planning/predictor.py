@@ -50,7 +50,7 @@ class Predictor:
         some is left.
         """
         self._like = resolve(config, self.device_type, like=self._like)
-        return self._like.keeping({}) if is_open(config.train) else self._like
+        return self._like.keeping(self._like.keeps) if is_open(config.train) else self._like
 
     def divided(self, run: ResolvedRun) -> ResolvedRun:
         """Return a run with stages in place of `parallel.stages: auto`, where that is one (`best_stages`).

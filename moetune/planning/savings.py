@@ -109,7 +109,7 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict, left: L
         if after is not None and after.report.required < now.report.required:
             taken, now = [*taken, saving], after
     for saving in taken[-2::-1]:
-        rest = [other for other in taken if other is not saving]
+        rest = [kept for kept in taken if kept is not saving]
         if (without := _with(config, rest, predict)) is not None and left(without.report) >= 0:
             taken, now = rest, without
     return now
@@ -164,7 +164,8 @@ def savings(config: RunConfig) -> Iterator[Saving]:
     if train.layer_by_layer is True:
         why = "one micro-batch after the other: those that wait hold nothing, and each copies what is on the host"
         yield Saving({"train.layer_by_layer": False}, why, _ACTIVATIONS)
-    if train.checkpointing not in ("auto", "full", "offload"):
+    on_host = train.checkpointing == "offload" or getattr(train.checkpointing, "host", "none") != "none"
+    if not on_host and train.checkpointing not in ("auto", "full"):
         why = "keeps each layer's input, and computes the layer again in backward"
         yield Saving({"train.checkpointing": "full"}, why, _ACTIVATIONS)
     if single and not single.offload and not single.fused_backward:

@@ -4,7 +4,7 @@ left."""
 import torch
 
 from moetune.config.memory_size import parse_size
-from moetune.config.schema import ParallelConfig, RunConfig, TrainConfig
+from moetune.config.schema import KeptConfig, ParallelConfig, RunConfig, TrainConfig
 from moetune.experts.bank import MOST_AT_ONCE
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.measurement.measure import catalog_name
@@ -50,9 +50,10 @@ def _choices(run: ResolvedRun) -> list[ResolvedRun]:
     First experts in host memory are copied once a step, instead of once a micro-batch. Then the memory of experts that
     are computed together doubles until it holds a layer's: on an H100 1 GiB took 24 % off a micro-step of
     Qwen3-30B-A3B, and everything that layers can keep 7 % for 18 GiB (docs/benchmarks/card.md).
-    Then each choice keeps in a layer more than the one before: first attention's outputs, which take least for the time
-    that they save; then the experts' rows; then the rest of a layer. The last layers come first, because they are the
-    first in backward, so their bytes are freed before other layers are recomputed.
+    Then each choice keeps in a layer more than the one before. With `checkpointing.host: auto` that is the layer's
+    input, which else waits on the host. With `checkpointing: auto` it is first attention's outputs, which take least
+    for the time that they save; then the experts' rows; then the rest of a layer. The last layers come first, because
+    they are the first in backward, so their bytes are freed before other layers are recomputed.
     """
     choices = [run.settled_as(None)]
     sizes = _expert_memories(run) if run.config.train.expert_memory == "auto" else []
@@ -67,10 +68,16 @@ def _choices(run: ResolvedRun) -> list[ResolvedRun]:
     most = run.running_layer_by_layer(last.layer_by_layer).with_expert_memory(last.config.train.expert_memory)
     layers = list(range(run.structure.num_layers))
     of_experts = [layer.index for layer in run.structure.moe_layers]
+    if isinstance(run.config.train.checkpointing, KeptConfig):
+        stays = dict(run.keeps)
+        for layer in reversed([layer for layer, kept in run.keeps.items() if "host" in kept]):
+            stays[layer] = stays[layer] - {"host"}
+            choices.append(most.keeping(stays))
+        return choices
     steps: list[tuple[Keepable, list[int]]] = [("rows", of_experts)]
     if run.config.train.checkpointing == "auto":
         steps = [("attention", layers), *steps, ("rest", layers)]
-    kept: dict[int, Kept] = {}
+    kept = dict[int, Kept]()
     for name, where in steps:
         for layer in reversed(where):
             kept = {**kept, layer: kept.get(layer, NOTHING) | {name}}

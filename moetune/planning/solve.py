@@ -164,26 +164,26 @@ def axis_of(run: ResolvedRun, key: str) -> Axis:
         ranks = [rank for rank in (1, 2, 4) if rank < smallest] + [*range(_RANK, smallest + 1, _RANK)]
         return Axis(key, ranks, sum(rank < part.rank for rank in ranks[:-1]))
     if last == "ids":
-        there = [*range(min((layer.shape.num_experts for layer in structure.moe_layers), default=0))]
+        possible = [*range(min((layer.shape.num_experts for layer in structure.moe_layers), default=0))]
     elif section == "adapt.lora":
-        there = [*range(structure.num_layers)]
+        possible = [*range(structure.num_layers)]
     else:
-        there = [layer.index for layer in structure.moe_layers]
-    return _nested_sets(key, there, getattr(part, last))
+        possible = [layer.index for layer in structure.moe_layers]
+    return _nested_sets(key, possible, getattr(part, last))
 
 
-def _nested_sets(key: str, there: list[int], chosen: IdSet) -> Axis:
+def _nested_sets(key: str, possible: list[int], chosen: IdSet) -> Axis:
     """Return an axis of growing sets of layers or experts: the first one, the first two, and so on.
 
     Args:
         key: the dotted key of the setting.
-        there: the numbers of all layers or experts of the model.
+        possible: the numbers of all layers or experts of the model.
         chosen: those in the run file, which come first.
 
-    Raises `UserError` if `there` is empty.
+    Raises `UserError` if `possible` is empty.
     """
-    named = [number for number in there if chosen == "all" or number in chosen]
-    order = named + [number for number in there if number not in named]
+    named = [number for number in possible if chosen == "all" or number in chosen]
+    order = named + [number for number in possible if number not in named]
     if not order:
         raise UserError(f"--solve {key}: the model has no MoE layers")
     values = [tuple(sorted(order[:count])) for count in range(1, len(order) + 1)]

@@ -48,8 +48,9 @@ class Strategy:
     @property
     def costs(self) -> tuple[int, bool]:
         """What counts before what trains, most important first: how many settings move tensors to host memory, and
-        whether the optimizer lacks moments, as LOMO and SGD do."""
-        return self.on_host, self.settings["optimizer.name"] in ("lomo", "sgd")
+        whether the optimizer lacks moments, as LOMO and SGD do, or steps of several micro-batches and clipping."""
+        fused = "optimizer.fused_backward" in self.settings
+        return self.on_host, fused or self.settings["optimizer.name"] in ("lomo", "sgd")
 
     def place(self, amount: int, speed: float) -> tuple[float, ...]:
         """Return a sort key, smallest for the most useful of a goal's strategies, if `amount` trains
@@ -85,6 +86,7 @@ def _updates(name: str, master_weights: str | None = None) -> dict[str, Any]:
 
 
 _STATES = "states in 8 bits"
+_FUSED = {"optimizer.fused_backward": True, "train.accumulate": 1, "train.max_grad_norm": 0}
 _OPTIMIZERS: dict[Goal, _Choices] = {
     "experts": [
         (_updates("adamw", "fp32"), ()),
@@ -92,7 +94,11 @@ _OPTIMIZERS: dict[Goal, _Choices] = {
         (_updates("lomo", "stochastic") | {"train.accumulate": 1}, ("no moments (LOMO is SGD), no accumulation",)),
         (_updates("adamw") | {"optimizer.offload": True}, ("speed: gradients leave and weights return every step",)),
     ],
-    "lora": [(_updates("adamw"), ()), (_updates("adamw8bit"), (_STATES,))],
+    "lora": [
+        (_updates("adamw"), ()),
+        (_updates("adamw8bit"), (_STATES,)),
+        (_updates("adamw8bit") | _FUSED, (_STATES, "no accumulation and no clipping (gradients are freed early)")),
+    ],
     "router": [(_updates("adamw"), ())],
 }
 _OVER_RANKS: _Choices = [
@@ -123,14 +129,17 @@ def strategies(
     """Yield the strategies for a goal on `count` GPUs, best first.
 
     `published` is the storage type in which the model is published, if it is quantized; `in_trl` whether TRL trains,
-    one micro-batch after the other, as several GPUs do. Experts are trained with FSDP alone only where expert
-    parallelism is impossible: every rank then stores all frozen experts, so fewer fit; and not over the stages of a
-    pipeline, which would be cut anew for each number of experts. Stages keep nothing in host memory.
+    one micro-batch after the other, as several GPUs do; neither frees gradients in backward. Experts are trained with
+    FSDP alone only where expert parallelism is impossible: every rank then stores all frozen experts, so fewer fit; and
+    not over the stages of a pipeline, which would be cut anew for each number of experts. Stages keep nothing in host
+    memory.
     """
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
     for layout in islice(layouts(structure, count), 1 if goal == "experts" else None):
         order = 0
         for (base, lost), (optimizer, lost_too) in product(_bases(published), optimizers):
+            if "optimizer.fused_backward" in optimizer and (count > 1 or in_trl):
+                continue
             several = count == 1 and not in_trl and optimizer.get("train.accumulate") != 1
             copied_once = "model.experts_on" in base and several
             for checkpointing, lost_as_well in (*_COPIED_ONCE, _CHECKPOINTING[-1]) if copied_once else _CHECKPOINTING:

@@ -45,9 +45,9 @@ def plan_view(plan: Plan, *, every: bool = False) -> View:
         verdict, *lines = missed(plan)
         return View(title, verdict, "no", lines, sections=notes)
     shown = plan.candidates if every else plan.candidates[: plan.useful]
-    reasons = [f"{number}: {next_larger(one)}" for number, one in enumerate(shown, 1)]
-    more = ["--all: every way that fits"] * (not every)
-    rows = [line for number, one in enumerate(shown, 1) for line in _row(number, one, plan)]
+    reasons = [f"{number}: {next_larger(candidate)}" for number, candidate in enumerate(shown, 1)]
+    hints = ["--all: every way that fits"] * (not every)
+    rows = [line for number, candidate in enumerate(shown, 1) for line in _row(number, candidate, plan)]
     return View(
         title,
         advice(shown[0]),
@@ -58,7 +58,7 @@ def plan_view(plan: Plan, *, every: bool = False) -> View:
             *notes,
             ViewSection("one more notch", reasons, True),
         ],
-        more="; ".join([*more, "--explain: what one more notch would risk"]),
+        more="; ".join([*hints, "--explain: what one more notch would risk"]),
     )
 
 
@@ -83,21 +83,21 @@ def advice(first: Candidate) -> str:
     return f"Pick 1, {first.trains}: {_WHY[first.goal]}; it {surely}, {left}."
 
 
-def _row(number: int, one: Candidate, plan: Plan) -> Iterator[str]:
+def _row(number: int, candidate: Candidate, plan: Plan) -> Iterator[str]:
     """Yield the two lines of a candidate, at most 80 and 100 columns: number, what trains, batch (rows × tokens ×
     micro-batches), bytes needed, verdict; then optimizer, ranks, host memory, speed, steps, and what is given up."""
-    train, report = one.config.train, one.report
+    train, report = candidate.config.train, candidate.report
     batch = f"{train.micro_batch} × {train.sequence_length} × {train.accumulate}"
     needs = f"{from_to(report.span.low, report.span.high)}  {report.verdict:5}"
     right = f"{batch:>15}  {needs:>26}"
     width = _WIDTHS[0] - 5 - len(right)
-    yield f"{number:2}  {_cut(one.trains, width):{width}} {right}".rstrip()
-    sizes = {axis: getattr(one.config.parallel, axis) for axis in ("fsdp", "ep", "pp")}
+    yield f"{number:2}  {_cut(candidate.trains, width):{width}} {right}".rstrip()
+    sizes = {axis: getattr(candidate.config.parallel, axis) for axis in ("fsdp", "ep", "pp")}
     layout = " · ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     host = f"{on_host} of host memory" if (on_host := _host(report)) else ""
     steps = "" if plan.tokens is None else counted(train.steps, "step")
-    given_up = f"given up: {'; '.join(one.strategy.gives_up)}" if one.strategy.gives_up else ""
-    how = [one.optimizer, layout, host, speed(one, plan.tokens), steps, given_up]
+    given_up = f"given up: {'; '.join(candidate.strategy.gives_up)}" if candidate.strategy.gives_up else ""
+    how = [candidate.optimizer, layout, host, speed(candidate, plan.tokens), steps, given_up]
     yield f"    {_cut('; '.join(filter(None, how)), _WIDTHS[1] - 4)}"
 
 
@@ -106,22 +106,22 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def briefly(one: Candidate) -> str:
+def briefly(candidate: Candidate) -> str:
     """Format a candidate in one line, for the progress of a search: what trains, strategy, size of a micro-batch."""
-    train = one.config.train
-    what = "" if one.strategy.goal == "router" else f" of {one.amount}"
-    return f"{one.goal}{what} by {one.strategy.words}, {train.micro_batch} × {train.sequence_length} tokens, fits"
+    train, strategy = candidate.config.train, candidate.strategy
+    what = "" if strategy.goal == "router" else f" of {candidate.amount}"
+    return f"{candidate.goal}{what} by {strategy.words}, {train.micro_batch} × {train.sequence_length} tokens, fits"
 
 
-def speed(one: Candidate, tokens: int | None) -> str:
+def speed(candidate: Candidate, tokens: int | None) -> str:
     """Format the estimated tokens/s of a candidate, and the hours for `tokens`; empty if the speed is not known."""
-    time = one.report.time
+    time = candidate.report.time
     return "" if time is None else f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
 
 
-def next_larger(one: Candidate) -> str:
+def next_larger(candidate: Candidate) -> str:
     """Return a sentence on the next larger run of a candidate: whether it could fit, and how much memory it needs."""
-    larger = one.next_larger
+    larger = candidate.next_larger
     if larger is None:
         return "nothing larger exists"
     assert larger.report is not None
@@ -148,11 +148,11 @@ def missed(plan: Plan) -> Iterator[str]:
         yield f"it fits {' or '.join(miss.cards)}"
 
 
-def _remedy(found: Remedy) -> str:
+def _remedy(remedy: Remedy) -> str:
     """Format a remedy as its `--set` flags, followed by the memory that the run then needs on GPU and host."""
-    flags = " ".join(f"--set {flag}" for flag in found.flags)
-    host = _host(found.report)
-    return f"{flags}: {gib(found.report.required)}{host and f', {host} of host memory'}"
+    flags = " ".join(f"--set {flag}" for flag in remedy.flags)
+    host = _host(remedy.report)
+    return f"{flags}: {gib(remedy.report.required)}{host and f', {host} of host memory'}"
 
 
 def _host(report: MemoryReport) -> str:

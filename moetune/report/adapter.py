@@ -39,30 +39,30 @@ def report_view(report: AdapterReport) -> View:
     return View("Adapter", verdict, "no" if ill else "yes", about=about, sections=sections)
 
 
-def difference_view(found: AdapterDifference) -> View:
+def difference_view(diff: AdapterDifference) -> View:
     """Return the view of `moetune adapter diff`: verdict, the first 20 updates that differ and by how much, and the
     first names that only one of the adapters has."""
     sections = []
-    if found.differing:
+    if diff.differing:
         rows = [
             (
-                one.name + (f"\nexperts {_ids(one.experts)}" if one.experts else ""),
-                f"{one.relative:.3g}",
-                one.because or "",
+                update.name + (f"\nexperts {_ids(update.experts)}" if update.experts else ""),
+                f"{update.relative:.3g}",
+                update.because or "",
             )
-            for one in found.differing[:20]
+            for update in diff.differing[:20]
         ]
         sections.append(ViewSection("Differing", Table(("part", ">relative", "the same but for"), rows)))
-    for title, names in (("Only in A", found.only_a), ("Only in B", found.only_b)):
+    for title, names in (("Only in A", diff.only_a), ("Only in B", diff.only_b)):
         if names:
             sections.append(ViewSection(title, first_of(names, 10)))
-    same = f"the same: {counted(found.compared, 'update')} compared"
-    verdict = same if found.equal else f"different: {counted(len(found.differing), 'part')} of {found.compared}"
+    same = f"the same: {counted(diff.compared, 'update')} compared"
+    verdict = same if diff.equal else f"different: {counted(len(diff.differing), 'part')} of {diff.compared}"
     return View(
         "Two adapters",
         verdict,
-        "yes" if found.equal else "no",
-        about=[("A", found.a), ("B", found.b)],
+        "yes" if diff.equal else "no",
+        about=[("A", diff.a), ("B", diff.b)],
         sections=sections,
     )
 
@@ -73,13 +73,13 @@ def _rows(covered: Iterable[Covered]) -> list[tuple[str, ...]]:
     A part is a projection of experts or the last name of a linear layer; it has a row for each rank and scale.
     """
     groups: Mapping[tuple[str, int, float], list[Covered]] = defaultdict(list)
-    for one in covered:
-        kind = "experts, " if one.experts is not None else ""
-        groups[kind + one.name.rpartition(".")[2], one.rank, one.scale].append(one)
+    for update in covered:
+        kind = "experts, " if update.experts is not None else ""
+        groups[kind + update.name.rpartition(".")[2], update.rank, update.scale].append(update)
     rows: list[tuple[str, ...]] = []
     for (name, rank, scale), own in groups.items():
-        of_experts = [len(one.experts) for one in own if one.experts is not None]
-        zero = sum(len(one.zero) for one in own)
+        of_experts = [len(update.experts) for update in own if update.experts is not None]
+        zero = sum(len(update.zero) for update in own)
         rows.append((name, str(len(own)), _range(of_experts), str(zero), str(rank), f"{scale:g}"))
     return rows
 

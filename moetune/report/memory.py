@@ -93,7 +93,7 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
     at_load = [f"host: {gib(load.host)}", f"GPU: {gib(load.gpu)}, and what is outside the allocator"]
     yield ViewSection("loading, before the first step", at_load, True)
     if report.collectives:
-        rows = [(one.what, one.kind, one.axis, f"{one.calls:,}", gib(one.bytes)) for one in report.collectives]
+        rows = [(op.what, op.kind, op.axis, f"{op.calls:,}", gib(op.bytes)) for op in report.collectives]
         table = Table(("what", "kind", "axis", ">calls", ">bytes"), rows)
         yield ViewSection("communication of one step, bytes sent by each rank", table, True)
     yield ViewSection("assumed", report.assumptions, True)
@@ -121,7 +121,7 @@ def verdict(report: MemoryReport) -> str:
         return f"needs {gib(report.required)}; no GPU named to compare with"
     heads = {"no": "does NOT fit: ", "tight": "tight: ", "yes": "fits: yes, ", None: ""}
     sides = _sides(report)
-    joined = "; ".join(f"{left} {'for' if one == 'no' else 'on'} {where}" for one, left, where in sides)
+    joined = "; ".join(f"{left} {'for' if fits == 'no' else 'on'} {where}" for fits, left, where in sides)
     return heads[report.verdict] + joined
 
 
@@ -136,16 +136,16 @@ def _sides(report: MemoryReport) -> list[tuple[Verdict, str, str]]:
 
     One that has a milder verdict than the whole report is left out; so is the host if both fit.
     """
-    found: list[tuple[Verdict, str, str]] = []
+    sides: list[tuple[Verdict, str, str]] = []
     if report.gpu is not None and report.card_verdict is not None:
         usable, span = report.gpu.usable_bytes, report.span
         card = f"{report.gpu.name} ({gib(usable)} usable)"
-        found.append((report.card_verdict, _left(report.card_verdict, usable, span), card))
+        sides.append((report.card_verdict, _left(report.card_verdict, usable, span), card))
     if report.host is not None and report.host.room is not None and report.host_verdict is not None:
-        room = report.host.room
-        host = f"the host ({gib(room.value)}, {room.source})"
-        found.append((report.host_verdict, _left(report.host_verdict, room.value, report.host.span), host))
-    return [one for one in found if one[0] == report.verdict][: 1 if report.verdict == "yes" else 2]
+        available = report.host.room
+        host = f"the host ({gib(available.value)}, {available.source})"
+        sides.append((report.host_verdict, _left(report.host_verdict, available.value, report.host.span), host))
+    return [side for side in sides if side[0] == report.verdict][: 1 if report.verdict == "yes" else 2]
 
 
 def _left(verdict: Verdict, size: int, span: Span) -> str:
@@ -184,11 +184,11 @@ def most(report: MemoryReport) -> str:
 def why_a_range(report: MemoryReport) -> str:
     """Return a sentence that lists each unknown of the prediction and the bytes by which it may change the need."""
     causes = []
-    for one in report.every_unknown:
-        ends = f"+{gib(one.above)}" if one.above else ""
-        ends = f"-{gib(one.below)}{ends and f' to {ends}'}" if one.below else ends
+    for unknown in report.every_unknown:
+        ends = f"+{gib(unknown.above)}" if unknown.above else ""
+        ends = f"-{gib(unknown.below)}{ends and f' to {ends}'}" if unknown.below else ends
         if ends:
-            causes.append(f"{one.cause} {ends}")
+            causes.append(f"{unknown.cause} {ends}")
     return f"Not known: {', '.join(causes)}."
 
 
@@ -199,8 +199,8 @@ def on_host(report: MemoryReport) -> str:
         return ""
     span = host.span
     pinned = f", {gib(host.processes * host.pinned)} of it pinned" if host.pinned >= 2**20 else ""
-    room = "" if host.room is None else f"; it has {gib(host.room.value)} ({host.room.source})"
-    return f"The host needs {from_to(span.low, span.high)} of RAM{pinned}{room}."
+    available = "" if host.room is None else f"; it has {gib(host.room.value)} ({host.room.source})"
+    return f"The host needs {from_to(span.low, span.high)} of RAM{pinned}{available}."
 
 
 def peak(report: MemoryReport) -> str:
@@ -262,7 +262,7 @@ def balance(rank: RankMemory) -> list[tuple[str, int]]:
 
 
 def _unknowns(report: MemoryReport) -> Table:
-    rows = [(one.cause, one.why, gib(one.below), gib(one.above)) for one in report.every_unknown]
+    rows = [(unknown.cause, unknown.why, gib(unknown.below), gib(unknown.above)) for unknown in report.every_unknown]
     span = report.span
     below, above = gib(span.expected - span.low), gib(span.high - span.expected)
     return Table(("not known", "what it is", ">less by", ">more by"), rows, [("sum", "", below, above)])
@@ -270,9 +270,9 @@ def _unknowns(report: MemoryReport) -> Table:
 
 def _largest(moment: Moment) -> Table:
     rows = []
-    for one in moment.largest:
-        where = f"{one.module or 'the step itself'}\n{one.op}"
-        rows.append((f"{named(one.part)}\n{one.phase}", where, f"{one.count:,}", gib(one.bytes)))
+    for group in moment.largest:
+        where = f"{group.module or 'the step itself'}\n{group.op}"
+        rows.append((f"{named(group.part)}\n{group.phase}", where, f"{group.count:,}", gib(group.bytes)))
     return Table(("part, made in", "module, operation", ">count", ">bytes"), rows)
 
 
@@ -297,14 +297,14 @@ def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
 def _ranks(report: MemoryReport) -> Table:
     if any(rank.holds for rank in report.ranks):
         stages = [
-            (f"{numbers}: {one.holds}" + (f"\non {one.card.name}" if one.card else ""), one)
-            for numbers, one in alike(report.ranks)
+            (f"{numbers}: {rank.holds}" + (f"\non {rank.card.name}" if rank.card else ""), rank)
+            for numbers, rank in alike(report.ranks)
         ]
-        rows = [(holds, *map(gib, (one.peak_allocated, one.peak_process, one.sent))) for holds, one in stages]
+        rows = [(holds, *map(gib, (rank.peak_allocated, rank.peak_process, rank.sent))) for holds, rank in stages]
         return Table(("rank: its layers", ">allocated", ">process", ">sends a step"), rows)
     rows = [
-        (numbers, *map(gib, (one.peak_allocated, one.peak_reserved, one.outside_allocator, one.peak_process)))
-        for numbers, one in alike(report.ranks)
+        (numbers, *map(gib, (rank.peak_allocated, rank.peak_reserved, rank.outside_allocator, rank.peak_process)))
+        for numbers, rank in alike(report.ranks)
     ]
     return Table(("rank", ">allocated", ">reserved", ">outside", ">process"), rows)
 

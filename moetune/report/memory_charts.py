@@ -29,12 +29,12 @@ def memory_chart(report: MemoryReport) -> Chart:
             _draw_timeline(axes[1], report)
         drawn = [rank.parts for rank in report.ranks] + [sample.parts for sample in report.timeline]
         keys = [Patch(color=COLOURS[name], label=named(name)) for name in _present(drawn)]
-        others = (
+        labelled_colours = (
             (_CACHED, "cached, not in use"),
             (_OUTSIDE, "outside the allocator"),
             (_LOADED, "weights while they load"),
         )
-        keys += [Patch(color=colour, label=label) for colour, label in others]
+        keys += [Patch(color=colour, label=label) for colour, label in labelled_colours]
         figure.legend(handles=keys, loc="outside lower left", ncols=5)
 
     card = "" if report.gpu is None else f" for {report.gpu.name}"
@@ -52,9 +52,9 @@ def _draw_ranks(axes: Axes, report: MemoryReport) -> None:
         rest = [(rank.peak_reserved - rank.peak_allocated, _CACHED), (rank.outside_allocator, _OUTSIDE)]
         bars.append((label, [(count, COLOURS[name]) for name, count in rank.parts.items()] + rest))
     bars.append(("loading", [(report.load.gpu, _LOADED), (report.fullest.outside_allocator, _OUTSIDE)]))
-    room = report.gpu.usable_bytes if report.gpu else 0
+    usable = report.gpu.usable_bytes if report.gpu else 0
     # The axis extends past the GPU's memory, unless the bars would become too small to read.
-    longest = room if report.peak_process <= room <= 4 * report.peak_process else report.peak_process
+    longest = usable if report.peak_process <= usable <= 4 * report.peak_process else report.peak_process
     unit, size = unit_for(longest)
     end = 1.12 * max(longest, 1) / size
     for row, (_, segments) in enumerate(bars):
@@ -73,10 +73,10 @@ def _draw_ranks(axes: Axes, report: MemoryReport) -> None:
     axes.set_xlim(0, end)
     axes.set_xlabel(unit)
     if report.gpu is not None:
-        at = min(room / size, end)
-        beyond = ", far beyond this chart →" if room > end * size else ""
+        at = min(usable / size, end)
+        off_chart = ", far beyond this chart →" if usable > end * size else ""
         axes.axvline(at, color=INK, linewidth=1.6, linestyle="--")
-        label = f"{report.gpu.name}: {gib(room)} usable{beyond}"
+        label = f"{report.gpu.name}: {gib(usable)} usable{off_chart}"
         axes.text(at, -0.68, label, ha="center" if at < 0.8 * end else "right", va="bottom")
     left_out = f", the {_MOST_BARS} fullest of {len(groups)} kinds of rank" if len(groups) > _MOST_BARS else ""
     axes.set_title(f"Memory of a process{left_out}")

@@ -99,8 +99,8 @@ def _table(table: Table, box: Box | None) -> RichTable:
 
 
 def _cell(text: str) -> Text:
-    first, *others = text.split("\n", 1)
-    return Text.assemble(first, *("\n", (others[0], "dim")) if others else ())
+    first, *details = text.split("\n", 1)
+    return Text.assemble(first, *("\n", (details[0], "dim")) if details else ())
 
 
 def _list(lines: Iterable[str]) -> RenderableType:

@@ -20,8 +20,8 @@ def gib(count: int) -> str:
 def from_to(low: int, high: int) -> str:
     """Format a range of bytes in the unit of its upper end: `26.40 to 28.10 GiB`; as one number if both read alike."""
     name, size = unit_for(high)
-    less, more = (f"{count / size:,.2f}" if size > 1 else str(count) for count in (low, high))
-    return gib(high) if less == more else f"{less} to {more} {name}"
+    low_text, high_text = (f"{count / size:,.2f}" if size > 1 else str(count) for count in (low, high))
+    return gib(high) if low_text == high_text else f"{low_text} to {high_text} {name}"
 
 
 def percent(part: float, whole: float, digits: int = 1) -> str:
@@ -37,8 +37,8 @@ def named(part: str) -> str:
 def between(ends: Range) -> str:
     """Format a range as `2 to 4`, the ends with two significant digits; as one number if they are equal."""
     rounded = (float(f"{end:.2g}") for end in sorted((ends.fast, ends.slow)))
-    less, more = (f"{end:,.0f}" if end >= 10 else f"{end:g}" for end in rounded)
-    return less if less == more else f"{less} to {more}"
+    low, high = (f"{end:,.0f}" if end >= 10 else f"{end:g}" for end in rounded)
+    return low if low == high else f"{low} to {high}"
 
 
 def hours(time: Duration, tokens: int | None) -> str:

@@ -73,7 +73,7 @@ def read_sources(
     if problems:
         raise UserError("\n".join(problems))
     padding = pad_token_id(tokenizer)
-    refuse_unknown_tokens(run.model.settings, config.model.path, padding, *(one.rows for one in sources))
+    refuse_unknown_tokens(run.model.settings, config.model.path, padding, *(source.rows for source in sources))
     return sources, padding
 
 

@@ -91,26 +91,26 @@ def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Dr
     any_layer = torch.zeros(count, dtype=torch.bool)
     layers = {}
     for index in before.layers:
-        one, two = (of[index].loss.tokens for of in scores)
+        old, new = (of[index].loss.tokens for of in scores)
         differs = (torch.cat(before.choices[index]) != torch.cat(after.choices[index])).any(-1)
         any_layer |= differs
         layers[index] = LayerDrift(
-            tuple(one),
-            tuple(two),
-            jensen_shannon(one, two),
+            tuple(old),
+            tuple(new),
+            jensen_shannon(old, new),
             differs.double().mean().item(),
-            tuple(e for e, (a, b) in enumerate(zip(one, two, strict=True)) if a and not b),
-            tuple(e for e, (a, b) in enumerate(zip(one, two, strict=True)) if b and not a),
+            tuple(e for e, (a, b) in enumerate(zip(old, new, strict=True)) if a and not b),
+            tuple(e for e, (a, b) in enumerate(zip(old, new, strict=True)) if b and not a),
         )
     return Drift(path, step, data, count, any_layer.double().mean().item(), layers)
 
 
-def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
+def jensen_shannon(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the Jensen-Shannon distance of two expert loads: the square root of their divergence in bits, from 0 to 1.
 
     The loads are token counts for each expert; each load is divided by its sum, which must not be 0.
     """
-    p, q = ([value / sum(load) for value in load] for load in (one, two))
+    p, q = ([value / sum(load) for value in load] for load in (first, second))
     middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
 
     def divergence(load: list[float]) -> float:
@@ -119,7 +119,7 @@ def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
     return math.sqrt(max(0.0, (divergence(p) + divergence(q)) / 2))
 
 
-def write_drift(found: Drift, run: Path) -> None:
+def write_drift(drift: Drift, run: Path) -> None:
     """Write a drift to `drift.json` in the run folder `run`, for `moetune report`; `UserError` if that fails."""
     RunWriter(run).own(DRIFT_FILE)
-    write_output(run / DRIFT_FILE, json.dumps(found.to_json()) + "\n", replace=True)
+    write_output(run / DRIFT_FILE, json.dumps(drift.to_json()) + "\n", replace=True)

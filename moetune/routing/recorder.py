@@ -121,8 +121,8 @@ class Recorder:
         """Return the sums over all ranks, on the CPU, to every rank. Ranks that read the same data are counted once."""
         mine = {} if ranks.coordinates.tp else {name: value.cpu() for name, value in self.sums.items()}
         total: RoutingSums = {}
-        for one in ranks.gather(mine):
-            for name, value in one.items():
+        for sums in ranks.gather(mine):
+            for name, value in sums.items():
                 if name not in total:
                     total[name] = value
                 else:
@@ -201,8 +201,8 @@ class Recorder:
 
         def total(what: str) -> Any:
             names = [f"{source}.{layer.index}.{scope}.{what}" for source in sources]
-            found = [self.sums[name].cpu() for name in names if name in self.sums]
-            return sum(found[1:], start=found[0]) if found else None
+            sums = [self.sums[name].cpu() for name in names if name in self.sums]
+            return sum(sums[1:], start=sums[0]) if sums else None
 
         pairs, replicates, weight, reap = (total(what) for what in ("pairs", "replicates", "weight", "reap"))
         if not (weight + reap).isfinite().all():

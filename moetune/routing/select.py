@@ -92,9 +92,9 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     def chosen(k: int) -> RunConfig:
         return choosing(choice.but(budget=None, k=k))
 
-    one = predictor.resolve(chosen(1))
-    ids = getattr(one.config.adapt, part).ids
-    most = min(layer.shape.num_experts for layer in one.structure.moe_layers if layer.index in ids)
+    smallest = predictor.resolve(chosen(1))
+    ids = getattr(smallest.config.adapt, part).ids
+    most = min(layer.shape.num_experts for layer in smallest.structure.moe_layers if layer.index in ids)
 
     def predicted(number: int) -> MemoryReport:
         """Predict the run with the `number` + 1 experts of each layer that the scores choose."""

@@ -92,7 +92,7 @@ def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | 
     else:
         value = _share(choice.rule, of_layer)
     if background is not None:
-        value = [here - there for here, there in zip(value, background.layers[layer].loss.share, strict=True)]
+        value = [own - usual for own, usual in zip(value, background.layers[layer].loss.share, strict=True)]
     return tuple(sorted(experts, key=lambda expert: (-value[expert], expert)))
 
 

@@ -170,5 +170,5 @@ def _has(tree: Any, key: str) -> bool:
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return both dicts merged section by section; where both have a value, that of `over`."""
-    both = {key: _merge(under[key], value) for key, value in over.items() if isinstance(under.get(key), dict)}
-    return {**under, **over, **both}
+    merged = {key: _merge(under[key], value) for key, value in over.items() if isinstance(under.get(key), dict)}
+    return {**under, **over, **merged}

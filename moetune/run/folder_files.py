@@ -107,7 +107,7 @@ class Drift(Answer):
     layers: Annotated[dict[Amount, LayerDrift], Field(min_length=1)]
 
     def to_json(self) -> dict[str, Any]:
-        return {**super().to_json(), "layers": {str(index): asdict(one) for index, one in self.layers.items()}}
+        return {**super().to_json(), "layers": {str(index): asdict(drift) for index, drift in self.layers.items()}}
 
 
 class _WithLoad(TypedDict):
@@ -124,8 +124,8 @@ def read_expert_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
         UserError: the file cannot be read or has no such key.
     """
     remedy = "it holds {'expert_load': {layer: [tokens of each expert]}}"
-    found = read_json(file, _WithLoad, f"{what} {str(file)!r}", remedy)
-    return {layer: tuple(load) for layer, load in found["expert_load"].items()}
+    stored = read_json(file, _WithLoad, f"{what} {str(file)!r}", remedy)
+    return {layer: tuple(load) for layer, load in stored["expert_load"].items()}
 
 
 def read_metrics(file: Path) -> list[MetricsLine]:
@@ -142,10 +142,10 @@ def parse_metrics(text: bytes, file: Path) -> list[MetricsLine]:
         UserError: another line is no JSON object with a `step` and keys of the types of `MetricsLine`.
     """
     *whole, last = text.split(b"\n")
-    found = [_line(line, f"{str(file)!r}, line {number:,}") for number, line in enumerate(whole, 1) if line.strip()]
+    lines = [_line(line, f"{str(file)!r}, line {number:,}") for number, line in enumerate(whole, 1) if line.strip()]
     with suppress(UserError):
-        found += [_line(last, "")] if last.strip() else []
-    return found
+        lines += [_line(last, "")] if last.strip() else []
+    return lines
 
 
 def _line(line: bytes, what: str) -> MetricsLine:

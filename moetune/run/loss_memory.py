@@ -39,7 +39,7 @@ def _backward_bytes(run: ResolvedRun, tokens: int) -> int:
     trained = run.selection.experts.get(layer.index, ())
     with_lora = run.selection.lora_experts.get(layer.index, ())
     mixed = any(0 < len(ids) < shape.num_experts for ids in (trained, with_lora))
-    leave_early = trained and any(one.fused_backward or one.offload for one in run.optimizers.values())
+    leave_early = trained and any(settings.fused_backward or settings.offload for settings in run.optimizers.values())
     # Experts of several kinds make smaller groups; trained ones are alone where gradients leave in backward.
     at_once = 0 if mixed or leave_early else run.expert_memory
     experts, matrix = shape.num_experts // run.config.parallel.ep, shape.hidden * shape.gate_up_rows

@@ -77,13 +77,13 @@ def rounded_names(model: ResolvedModel, rounding: Rounding, base: Tensors | None
     if rounding.keep and base is None:
         linears = model.linears_to_quantize(NOTHING) if rounding.format.quantizes_linears else ()
         experts = {f"{x.experts}.{stack}" for x in model.structure.moe_layers for stack in stacks(x)}
-        return {*(f"{path}.weight" for path in linears), *(one for one in experts if not one.endswith("bias"))}
+        return {*(f"{path}.weight" for path in linears), *(name for name in experts if not name.endswith("bias"))}
     base = published_tensors(model.plain) if base is None else base
     if rounding.keep:
         keys = {name for name, tensor in base.items() if isinstance(tensor, Quantized)}
     else:
         keys = keys_to_round(model, base, rounding.format)
-    return {name for name, one in key_mappings(model.plain, base).items() if not keys.isdisjoint(one.every_key())}
+    return {name for name, match in key_mappings(model.plain, base).items() if not keys.isdisjoint(match.every_key())}
 
 
 def keys_to_round(model: ResolvedModel, base: Tensors, format: Format) -> set[str]:
@@ -110,5 +110,5 @@ def keys_to_round(model: ResolvedModel, base: Tensors, format: Format) -> set[st
             experts |= {*mapping.every_key()}
     paths = linears_to_quantize(model.plain, structure, NOTHING, model.config) if format.quantizes_linears else ()
     linears = (mappings.get(f"{path}.weight") for path in paths)
-    keys = experts | {one.every_key()[0] for one in linears if one is not None and one.conversion is None}
+    keys = experts | {linear.every_key()[0] for linear in linears if linear is not None and linear.conversion is None}
     return {key for key in keys if base[key].shape[1] % format.into_multiple == 0}

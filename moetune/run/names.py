@@ -24,7 +24,7 @@ Matrix = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
 
 def parts_by_name(structure: ModelStructure, selection: Selection) -> dict[str, Part]:
     """Return name in the adapted model -> part, for the parameters that train on any rank."""
-    routers = {one.name for one in structure.parameters_of("router")}
+    routers = {parameter.name for parameter in structure.parameters_of("router")}
     parts: dict[str, Part] = {
         whole_name(name, selection): "router" if name in routers else "other" for name in sorted(selection.full)
     }

@@ -65,8 +65,8 @@ def balance_experts(
             held = [list(range(rank * count // ep, (rank + 1) * count // ep)) for rank in range(ep)]
         else:
             for expert in sorted(range(count), key=lambda e: (-weights[e], -tokens[e], e)):
-                room = [rank for rank in range(ep) if len(held[rank]) < count // ep]
-                rank = min(room, key=lambda r: (trained_so_far[r] if weights[expert] else 0, load_so_far[r], r))
+                open_ranks = [rank for rank in range(ep) if len(held[rank]) < count // ep]
+                rank = min(open_ranks, key=lambda r: (trained_so_far[r] if weights[expert] else 0, load_so_far[r], r))
                 held[rank].append(expert)
                 trained_so_far[rank] += weights[expert]
                 load_so_far[rank] += tokens[expert]

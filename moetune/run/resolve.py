@@ -86,7 +86,7 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     train = resolved(ResolvedTrain, config.train, router_aux_loss=coefficient)
     config = resolved(ResolvedConfig, config, model=model.config, adapt=adapt, train=train)
     parts = parts_by_name(structure, selection)
-    optimizers = {part: one for part, one in config.optimizers.items() if part in parts.values()}
+    optimizers = {part: settings for part, settings in config.optimizers.items() if part in parts.values()}
     keeps = kept_by_layer(train, structure)
     result = ResolvedRun(config, device_type, model, selection, parts, optimizers, keeps=keeps, scored=tuple(scored))
     if not wrong:
@@ -106,9 +106,9 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
         result = replace(result, router_scores=scores)
         problems += validation.dense_gradient_problems(result)
     if train.router_bias_rate:
-        routers = {one.layer for one in structure.parameters_of("router") if one.name in selection.full}
-        found = {x.index: correction_bias(plain, x) for x in structure.moe_layers if x.index in routers}
-        biases = {layer: name for layer, name in found.items() if name is not None}
+        routers = {router.layer for router in structure.parameters_of("router") if router.name in selection.full}
+        names = {x.index: correction_bias(plain, x) for x in structure.moe_layers if x.index in routers}
+        biases = {layer: name for layer, name in names.items() if name is not None}
         result = replace(result, router_biases=biases)
         problems += validation.missing_router_biases(result, len(routers))
     return replace(result, problems=tuple(dict.fromkeys(problems)))

@@ -6,7 +6,7 @@ The resolved run file itself (`ResolvedConfig`, values without torch) is in conf
 import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -27,7 +27,7 @@ from moetune.run.linears import linears_to_quantize
 from moetune.run.names import parts_by_name
 from moetune.run.placement import EVERYTHING, Placement
 from moetune.run.scores import Scores
-from moetune.run.stages import Held, stages_of
+from moetune.run.stages import stages_of
 
 LEAST_EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
 """The least that `train.expert_memory: auto` stands for on each kind of device (docs/concepts/expert-bank.md).
@@ -199,7 +199,8 @@ class ResolvedRun:
             run = run.running_layer_by_layer(before is not None and before.layer_by_layer is True)
         if before is not None and train.expert_memory == "auto":
             run = run.with_expert_memory(before.expert_memory)
-        return run.keeping({} if before is None else kept_by_layer(before, run.structure)) if is_open(train) else run
+        least = run.keeps if before is None else kept_by_layer(before, run.structure)
+        return run.keeping(least) if is_open(train) else run
 
     def without_layers(self, layers: Collection[int]) -> "ResolvedRun":
         """Return a copy of the run, with a meta model of its own that skips the decoder layers with these indices."""
@@ -220,7 +221,7 @@ class ResolvedRun:
     def embedding(self) -> str:
         """Name of the weight of the input embedding."""
         weight = self.model.plain.get_input_embeddings().weight
-        return next(name for name, one in self.model.plain.named_parameters() if one is weight)
+        return next(name for name, parameter in self.model.plain.named_parameters() if parameter is weight)
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
@@ -243,13 +244,9 @@ class ResolvedRun:
     @property
     def trains_before_stages(self) -> tuple[bool, ...]:
         """For each stage of the pipeline, whether anything trains before its first layer."""
-        paths = [f"{path}." for path in every_layer(self.model.plain)]
-        first = min(
-            (n for n, path in enumerate(paths) if any(name.startswith(path) for name in self.parts)), default=len(paths)
-        )
-        if any(name.startswith(self.embedding.removesuffix("weight")) for name in self.parts):
-            first = -1
-        return tuple(first < stage.start for stage in self.stages)
+        paths = [self.embedding.removesuffix("weight"), *(f"{path}." for path in every_layer(self.model.plain))]
+        trains = [any(name.startswith(path) for name in self.parts) for path in paths]
+        return tuple(any(trains[: stage.start + 1]) for stage in self.stages)
 
     def held_at(self, pp: int) -> "ResolvedRun":
         """Return a copy of the run with only what the rank with the index `pp` on the axis pp holds; the run itself
@@ -257,16 +254,17 @@ class ResolvedRun:
         ranks = self.config.parallel.pp
         if ranks == 1:
             return self
-        held = Held.at(self.stages, ranks, pp)
-        run = self.without_layers({*range(self.structure.num_layers)} - held.layers)
-        plain = run.model.plain
-        embedding = self.embedding.removesuffix(".weight")
+        run = self.without_layers({*range(self.structure.num_layers)} - self.held_layers(pp).keys())
+        plain, tied = run.model.plain, self.structure.tied
         head = next(path for path, module in plain.named_modules() if module is plain.get_output_embeddings())
-        has = partial(held.has_outside, structure=self.structure, embedding=f"{embedding}.weight")
-        absent = [path for path in (embedding, head) if not has(f"{path}.weight")]
-        if head in absent and f"{head}.weight" in self.structure.tied and held.is_first:
-            absent.remove(head)  # the same tensor as the embedding
-        for path in absent:
+        is_last = pp == (len(self.stages) - 1) % ranks
+
+        def has(name: str) -> bool:  # a tied embedding is on the first and on the last rank, all else on the last
+            return pp == 0 or (is_last and name in tied.values()) if name == self.embedding else is_last
+
+        # the head of a tied embedding is the same tensor
+        absent = [name for name in (self.embedding, f"{head}.weight") if not has(tied.get(name, name))]
+        for path in (name.removesuffix(".weight") for name in absent):
             plain.set_submodule(path, OnOtherRank(plain.get_submodule(path)))
         if len(absent) == 2:
             plain.all_tied_weights_keys = {}
@@ -281,9 +279,9 @@ class ResolvedRun:
         model = self.config.model.path
         for where, scores in self.scored:
             if scores.base != base:
-                there, here = (f"base {digest[:12]}" if digest else "random weights" for digest in (scores.base, base))
+                theirs, ours = (f"base {digest[:12]}" if digest else "random weights" for digest in (scores.base, base))
                 raise UserError(
-                    f"{where}: the scores are of {scores.model!r} ({there}), and model.path is {model!r} ({here}); "
+                    f"{where}: the scores are of {scores.model!r} ({theirs}), and model.path is {model!r} ({ours}); "
                     "record them again with moetune score"
                 )
 

@@ -143,12 +143,12 @@ def scores_of_model(file: str, structure: ModelStructure, where: str) -> Scores:
     """Read a `scores.json` file as `read_scores` does; `UserError` also unless it has the same expert layers, with as
     many experts each, as the model."""
     scores = read_scores(file, where)
-    found = {index: layer.num_experts for index, layer in scores.layers.items()}
+    counts = {index: layer.num_experts for index, layer in scores.layers.items()}
     expected = {layer.index: layer.shape.num_experts for layer in structure.moe_layers}
-    for index in sorted(found.keys() | expected.keys()):
-        if found.get(index) != expected.get(index):
+    for index in sorted(counts.keys() | expected.keys()):
+        if counts.get(index) != expected.get(index):
             raise UserError(
                 f"{where}: the scores are of another model ({scores.model}): layer {index} has "
-                f"{found.get(index, 'no')} experts there and {expected.get(index, 'none')} here"
+                f"{counts.get(index, 'no')} experts there and {expected.get(index, 'none')} here"
             )
     return scores

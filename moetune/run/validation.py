@@ -278,14 +278,14 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
     if pp == 1:
         if stages != "auto" and len(stages) > 1:
             yield f"parallel.stages: {len(stages)} stages, and pp: 1; set pp, the number of ranks, or leave stages out"
+        if parallel.schedule != "1f1b":
+            yield f"parallel.schedule: {parallel.schedule}, and pp: 1; set pp, the number of ranks, or leave it out"
         return
     beside = [f"{axis}: {size}" for axis in ("fsdp", "ep", "tp") if (size := getattr(parallel, axis)) > 1]
-    if parallel.engine == "deepspeed":
-        beside.append("engine: deepspeed")
+    beside += ["engine: deepspeed"] * (parallel.engine == "deepspeed")
     if beside:
         yield f"parallel.pp: {pp} goes with replicate, not with {' and '.join(beside)}; leave one of them out"
-    if stages == "auto" and pp * stages_a_rank(parallel) > layers:
-        number = pp * stages_a_rank(parallel)
+    if stages == "auto" and (number := pp * stages_a_rank(parallel)) > layers:
         yield f"parallel.pp: {number} stages, and the model has {counted(layers, 'layer')}; set a lower pp"
     if stages != "auto":
         yield from _wrong_stages(stages, run)
@@ -299,14 +299,14 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
         yield f"train.accumulate: {count} micro-batches do not divide into {rounds} rounds; set a multiple of pp: {pp}"
     if run.config.model.experts_on == "host":
         yield "model.experts_on: host fetches a layer ahead, and stages change direction; set gpu, or parallel.pp: 1"
-    if train.checkpointing == "offload":
+    if any("host" in kept for kept in run.keeps.values()):
         yield "train.checkpointing: offload brings inputs back in one order, and stages have several; set full"
     if train.dense_router_gradient:
         yield "train.dense_router_gradient: it is not tested over the stages of a pipeline; leave it out, or set pp: 1"
     if run.structure.num_layers != len(every_layer(run.model.plain)):
         yield f"parallel.pp: the layers of {run.structure.model_type!r} hold layers themselves; set parallel.pp: 1"
-        return
-    yield from _not_one_after_the_other(run)
+    else:
+        yield from _not_one_after_the_other(run)
 
 
 def layer_by_layer_problems(run: ResolvedRun) -> Iterator[str]:
@@ -337,12 +337,10 @@ def _wrong_stages(stages: Sequence[tuple[int, int]], run: ResolvedRun) -> Iterat
     if firsts[-1] != layers or [first for first, _ in stages] != firsts[:-1]:
         shown_ = ", ".join(f"{first}-{last}" for first, last in stages)
         yield f"parallel.stages: [{shown_}] does not hold each of the layers 0-{layers - 1} once and in order; set auto"
-    interleaved = parallel.schedule == "interleaved1f1b"
-    wanted = (
-        f"{parallel.pp}, one for each rank" if not interleaved else f"a multiple of {parallel.pp}, two or more each"
-    )
-    fits = len(stages) % parallel.pp == 0 and len(stages) > parallel.pp if interleaved else len(stages) == parallel.pp
-    if not fits:
+    least, wanted = 1, f"{parallel.pp}, one for each rank"
+    if parallel.schedule == "interleaved1f1b":
+        least, wanted = 2, f"a multiple of {parallel.pp}, two or more each"
+    if len(stages) != parallel.pp * max(least, stages_a_rank(parallel)):
         yield f"parallel.stages: {len(stages)} stages, and schedule: {parallel.schedule} takes {wanted}"
 
 

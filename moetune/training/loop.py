@@ -149,7 +149,7 @@ class Loop:
                     may_save = saves or (evaluates and train.early_stopping is not None)
                     if may_save or self.step % train.log_every == 0:  # a checkpoint does not save `interval`
                         lrs = [group["lr"] for group in self.optimizer.param_groups[:1]]  # a stage may train nothing
-                        lr = lrs[0] if ranks.parallel.pp == 1 else next(chain.from_iterable(ranks.gather(lrs)))
+                        lr = next(chain.from_iterable(ranks.gather(lrs)))
                         moves = lr > 0 and self.step > train.warmup
                         tokens = torch.tensor(interval.sums.tokens, device=self.device)
                         self.tokens += int(ranks.total_over_data(tokens))
@@ -296,19 +296,15 @@ class Loop:
         assert rows is not None
         batches = share(range(len(rows)), train.eval_micro_batch or train.micro_batch, self.ranks)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        at_once = train.accumulate if self.ranks.parallel.pp > 1 else 0  # micro-batches in the pipeline together
-        for first in range(0, len(batches) if at_once else 0, at_once or 1):
-            parts = [
-                ([rows[index] for index in batch.rows], batch.counts) for batch in batches[first : first + at_once]
-            ]
-            made = [
-                *map(self._on_device, collate_evenly(parts, max(len(b.rows) for b in batches), at_once, self.collate))
-            ]
-            loss, predicted = self.stepper.held_out_loss(made), torch.stack([*map(count_loss_tokens, made)]).sum()
-            sums += torch.stack([self.ranks.total_over_stages(loss.double()), predicted.double()])
-        for batch in batches if not at_once else ():
-            inputs = self._batch([rows[index] for index in batch.rows], batch.counts)
-            loss, predicted = held_out_loss(model, self._on_device(inputs), memory)
+        at_once = train.accumulate if self.ranks.parallel.pp > 1 else 1  # micro-batches in the pipeline together
+        for first in range(0, len(batches), at_once):
+            parts = [([rows[index] for index in one.rows], one.counts) for one in batches[first : first + at_once]]
+            if self.ranks.parallel.pp > 1:
+                made = collate_evenly(parts, len(batches[0].rows), at_once, self.collate)
+                predicted = torch.stack([*map(count_loss_tokens, made)]).sum().to(self.device)
+                loss = self.ranks.total_over_stages(self.stepper.held_out_loss([*map(self._on_device, made)]))
+            else:
+                loss, predicted = held_out_loss(model, self._on_device(self._batch(*parts[0])), memory)
             sums += torch.stack([loss.double(), predicted.double()])
         model.train()
         total, tokens = self.ranks.total_over_data(sums).tolist()

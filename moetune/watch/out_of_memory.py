@@ -70,7 +70,7 @@ class OutOfMemory:
                 "predicted_peak_allocated": self.predicted_peak,
                 "largest": [group._asdict() for group in self.largest],
                 "processes": [process._asdict() for process in self.others],
-                "settings": [{"flags": list(one.flags), "required": one.report.required} for one in self.remedies],
+                "settings": [{"flags": list(fix.flags), "required": fix.report.required} for fix in self.remedies],
             },
             "last_checkpoint": self.checkpoint,
         }
@@ -94,8 +94,8 @@ class OutOfMemory:
         if self.predicted_peak is not None:
             yield f"  predicted peak of the run: {gib(self.predicted_peak)}"
         yield "largest groups of tensors:"
-        for one in self.largest:
-            yield f"  {gib(one.bytes):>12}  {one.storages} × {one.name}"
+        for group in self.largest:
+            yield f"  {gib(group.bytes):>12}  {group.storages} × {group.name}"
         for process in self.others:
             yield f"also on the GPU: process {process.pid} ({process.name}), {gib(process.bytes)}"
         if self.remedies:
@@ -135,17 +135,17 @@ def describe_out_of_memory(
     of_part = dict.fromkeys(PART_NAMES, 0)
     for group in groups:
         of_part[group.part] += group.bytes
-    predicted, peak, found = None, None, list[Remedy]()
+    predicted, peak, sufficient = None, None, list[Remedy]()
     if run.config.parallel.ranks == 1:  # a rank of several cannot trace a step while it runs
         with suppress(Exception):  # if the prediction fails, the rest is still reported
             traced = trace(run, gpu=card)
             beside = 0 if card is None else WORKSPACES * card.cublas_workspace.value
             predicted, peak = _by_name(parts_at(traced, where, beside)), traced.parts().total + beside
             most = max(peak, predicted["allocated"])  # loading the weights may need more than any step
-            found = remedies(run, card or find_gpu("l40s"), refused.lacking + max(0, most - refused.reached))
-    others = [one for one in processes_on(device) if one.pid != os.getpid()] if device.type == "cuda" else []
+            sufficient = remedies(run, card or find_gpu("l40s"), refused.lacking + max(0, most - refused.reached))
+    others = [proc for proc in processes_on(device) if proc.pid != os.getpid()] if device.type == "cuda" else []
     actual = _by_name(Parts(**of_part))
-    return OutOfMemory(where, refused, actual, predicted, peak, groups[:_LARGEST], others, found, checkpoint)
+    return OutOfMemory(where, refused, actual, predicted, peak, groups[:_LARGEST], others, sufficient, checkpoint)
 
 
 def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
@@ -165,8 +165,8 @@ def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
         if label not in fullest or sample.parts.total > fullest[label].total:
             fullest[label] = sample.parts
     names: Sequence[str] = [f"{where.phase} {number}" for number in range(where.micro_step, -1, -1)]
-    found = next((fullest[name] for name in (*names, where.phase) if name in fullest), traced.parts())
-    return replace(found, transient_peak=found.transient_peak + beside)
+    parts = next((fullest[name] for name in (*names, where.phase) if name in fullest), traced.parts())
+    return replace(parts, transient_peak=parts.transient_peak + beside)
 
 
 def _by_name(parts: Parts) -> dict[str, int]:

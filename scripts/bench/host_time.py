@@ -1,6 +1,7 @@
 """The host's time of a micro-step: what a step costs before any kernel has run.
 
     python scripts/bench/host_time.py [--expert-memory SIZE...] [--checkpointing full auto] [--rows 8] [--json FILE]
+    python scripts/bench/host_time.py --checkpointing auto --beside ../before --json FILE
 
 Full-size models with random weights, LoRA r16 on attention and experts, NF4, bfloat16, rows of 2048 tokens.
 `--checkpointing auto` keeps what fits a card of `--gpu`. A micro-step is timed from its start until the backward pass
@@ -11,6 +12,9 @@ host waits for it in the last micro-step. On a card they have its waits for the 
 again and again.
 
 `seconds` is the median of the micro-steps after `WARM_UP`, which load kernels and make the routers' buffers.
+
+`--beside` names a worktree of another commit: a process of each tree (host_time_turns.py) takes micro-steps in turn, so
+that both meet the same machine. Their CPU time is compared: `ratio` is the median of the pairs' ratios.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -110,6 +115,36 @@ def host_time(case: Case, repetitions: int) -> dict[str, Any]:
     }
 
 
+def in_turns(case: Case, other: Path, pairs: int) -> dict[str, Any]:
+    """CPU seconds of micro-steps of this tree and of another, in turn, and the median of their ratios."""
+    options = [case.model, str(case.layers or 0), case.expert_memory, case.checkpointing, str(case.rows)]
+    command = [sys.executable, "-P", str(ROOT / "scripts/bench/host_time_turns.py"), *options]
+    trees = {"before": other.resolve(), "now": ROOT}
+    processes = {
+        name: subprocess.Popen(
+            command,
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": f"{tree}:{tree}/scripts/bench"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name, tree in trees.items()
+    }
+    worked: dict[str, list[float]] = {name: [] for name in trees}
+    for _ in range(WARM_UP + pairs):
+        for name, process in processes.items():
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(file=process.stdin, flush=True)
+            worked[name].append(float(process.stdout.readline()))
+    for process in processes.values():
+        process.communicate()
+    worked = {name: seconds[WARM_UP:] for name, seconds in worked.items()}
+    ratio = median(now / before for now, before in zip(worked["now"], worked["before"], strict=True))
+    return asdict(case) | {"ratio": ratio, "pairs": worked}
+
+
 def _device() -> str:
     major, minor = torch.cuda.get_device_capability()
     name = "null device" if nullcuda.is_present() else torch.cuda.get_device_name()
@@ -126,6 +161,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="44GiB", metavar="CARD", help="that `checkpointing: auto` is to fit")
     parser.add_argument("--rows", type=int, default=2, help="of 2048 tokens")
     parser.add_argument("--layers", type=int, metavar="N", help="of a model, instead of all that it has")
+    parser.add_argument("--beside", type=Path, metavar="TREE", help="take turns with a worktree of another commit")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device, nor a null one")
@@ -137,18 +173,23 @@ def main() -> None:
         "commit": commit(),
         "cases": [],
     }
-    print("| model | layers | rows | expert memory | checkpointing | asked for | done | of work | waits | peak |")
-    print("|---|---:|---:|---:|---|---:|---:|---:|---:|---:|")
+    columns = ["layers", "rows", "expert memory", "checkpointing", "asked for", "done", "of work", "waits", "peak"]
+    if options.beside is not None:
+        columns = ["layers", f"of work, {options.beside.name}", "now", "ratio"]
+    print("| model |", " | ".join(columns), "|\n|---|" + "---:|" * len(columns))
     for model, size, which in product(options.models, options.expert_memory, options.checkpointing):
         case = Case(model, options.layers, size, which, options.rows, options.gpu)
-        with nullcuda.answering() if nullcuda.is_present() else nullcontext():
-            row = host_time(case, options.repetitions)
-        times = " | ".join(f"{row[key]['median']:.3f} s" for key in ("seconds", "done", "worked"))
-        peak = f"{row['allocated'] / 2**30:.2f} GiB"
-        print(
-            f"| {model} | {row['layers']} | {case.rows} | {size} | {which} | {times} | {row['waits']} | {peak} |",
-            flush=True,
-        )
+        if options.beside is not None:
+            row = in_turns(case, options.beside, options.repetitions)
+            before, now = (median(row["pairs"][name]) for name in ("before", "now"))
+            line = f"| {model} | {case.layers or 'all'} | {before:.3f} s | {now:.3f} s | {row['ratio']:.2f} |"
+        else:
+            with nullcuda.answering() if nullcuda.is_present() else nullcontext():
+                row = host_time(case, options.repetitions)
+            times = " | ".join(f"{row[key]['median']:.3f} s" for key in ("seconds", "done", "worked"))
+            peak = f"{row['allocated'] / 2**30:.2f} GiB"
+            line = f"| {model} | {row['layers']} | {case.rows} | {size} | {which} | {times} | {row['waits']} | {peak} |"
+        print(line, flush=True)
         report["cases"].append(row)
         if options.json is not None:
             write_json(report, options.json)

@@ -156,7 +156,9 @@ def test_what_layers_keep_is_not_computed_again_and_changes_no_bit(
     runs, found = {}, {}
     last = config.num_hidden_layers - 1
     some = {"attention": 1, "rows": f"2-{last}", "rest": last}
-    for name, how in {"full": "full", "attention": {"attention": "all"}, "some": some, "none": "none"}.items():
+    hosted = {"host": f"0-{last - 1}", "attention": last}
+    ways = {"full": "full", "attention": {"attention": "all"}, "some": some, "host": hosted, "none": "none"}
+    for name, how in ways.items():
         adapted = build_toy(config, tmp_path / name, ADAPT, train=train | {"checkpointing": how}, **sections)
         adapted.model.train()
         with Kernels() as kernels:
@@ -168,7 +170,10 @@ def test_what_layers_keep_is_not_computed_again_and_changes_no_bit(
         assert gradients.keys() == found["full"].keys()
         assert all(torch.equal(gradient, found["full"][name]) for name, gradient in gradients.items())
     layers = runs["none"]
-    assert runs == {"full": 2 * layers, "attention": layers, "some": 2 * layers - 2 * bool(layers), "none": layers}
+    some_runs, host_runs = 2 * layers - 2 * bool(layers), 2 * layers - bool(layers)
+    assert runs == {
+        "full": 2 * layers, "attention": layers, "some": some_runs, "host": host_runs, "none": layers,
+    }  # fmt: skip
 
 
 def test_attention_is_kept_for_one_backward_pass_and_not_with_dropout(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moetune.config.fields import parse_ids
+from moetune.config.fields import parse_ids, parse_stages
 from moetune.config.schema import ChoiceConfig, TrainConfig
 from moetune.models.selection import ranges
 
@@ -85,3 +85,22 @@ def test_a_budget_is_memory_or_a_share(budget: object) -> None:
     for wrong in (0, 1, 1.5, -0.5, True, "0.25", "none", "0GiB"):
         with pytest.raises(ValueError, match="neither memory, such as 44GiB, nor a share"):
             ChoiceConfig.model_validate({"from": "scores.json", "budget": wrong})
+
+
+@pytest.mark.parametrize("written", [["0-1", "2,3"], [[0, 1], [2, 3]], ["0-1", [2, 3]], "auto"])
+def test_stages(written: object) -> None:
+    assert parse_stages(written) == (((0, 1), (2, 3)) if written != "auto" else "auto")
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (["0,2", 3], "'0,2' is not a stage"),
+        (["none"], "'none' is not a stage"),
+        ([[2, 0], 3], "runs backwards"),
+        ("0-3", "is not a list of stages"),
+    ],
+)
+def test_what_is_not_a_list_of_stages(written: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_stages(written)

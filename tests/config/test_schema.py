@@ -49,14 +49,16 @@ def test_rows_are_kept_of_some_layers_or_of_all() -> None:
         ({"checkpointing": "auto", "keep_rows": 2}, "checkpointing says which rows are kept; leave keep_rows out"),
         ({"checkpointing": {"rest": "0-3"}, "keep_rows": "auto"}, "leave keep_rows out"),
         ({"checkpointing": {"rows": "3-0"}}, "runs backwards"),
+        ({"checkpointing": {"host": "auto"}, "keep_rows": 2}, "leave keep_rows out"),
         ({"checkpointing": {"row": 3}}, "Extra inputs"),
+        ({"checkpointing": {"rest": "auto"}}, "neither|not|list"),
         ({"checkpointing": "some"}, "'auto', 'none', 'experts_only', 'full' or 'offload'"),
     ],
 )
 def test_what_layers_keep_is_said_once(train: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         TrainConfig.model_validate(train)
-    written = {"attention": [0], "rows": "all", "rest": [2, 3]}
+    written = {"attention": [0], "rows": "all", "rest": [2, 3], "host": "auto"}
     kept = TrainConfig.model_validate({"checkpointing": written})
     assert kept.model_dump(mode="json")["checkpointing"] == written
     assert TrainConfig.model_validate(kept.model_dump(mode="json")) == kept

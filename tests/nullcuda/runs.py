@@ -34,11 +34,11 @@ ADAPT: dict[str, dict[str, Any]] = {
 }
 
 
-def write_toy(folder: Path) -> Path:
+def write_toy(folder: Path, **sizes: int) -> Path:
     entry = find_model("tiny-mixtral")
     assert entry is not None
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(entry.config | SIZES), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(entry.config | SIZES | sizes), encoding="utf-8")
     return folder
 
 

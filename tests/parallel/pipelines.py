@@ -36,13 +36,13 @@ def config_of(
     )  # fmt: skip
 
 
-def write_toy(folder: Path, model_type: str, **sizes: Any) -> Path:
-    """Write a toy of four layers in hub format, with routers so wide that rounding never changes their choice."""
+def write_toy(folder: Path, model_type: str, layers: int = 4) -> Path:
+    """Write a toy in hub format, with routers so wide that rounding never changes their choice."""
     entry = find_model("tiny-mixtral")
     assert entry is not None
     assert entry.folder is not None
-    kinds = {"layer_types": ["mamba", "attention"] * 2} if model_type == "granitemoehybrid" else {}
-    model = toy_model(model_type, vocab_size=entry.config["vocab_size"], **{"num_hidden_layers": 4, **kinds, **sizes})
+    kinds = {"layer_types": ["mamba", "attention"] * (layers // 2)} if model_type == "granitemoehybrid" else {}
+    model = toy_model(model_type, vocab_size=entry.config["vocab_size"], num_hidden_layers=layers, **kinds)
     for layer in read_structure(model).moe_layers:
         for name, parameter in model.get_submodule(layer.router).named_parameters():
             if name == "weight":

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble, schedules
 
-from moetune.config.schema import RunConfig
+from moetune.config.schema import ParallelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.memory.predict import predict_memory
@@ -86,27 +86,33 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **SCHEDULES,
     "four ranks": {"pp": 4},
     "four ranks, gpipe": {"pp": 4, "schedule": "gpipe"},
+    "four ranks, interleaved1f1b": {"pp": 4, "schedule": "interleaved1f1b"},
     "replicas": {"pp": 2, "replicate": 2},
 }
+LAYERS = {"four ranks, interleaved1f1b": 8}
+"""Decoder layers of the toy of a layout, one for each stage at least; 4 of the others."""
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Model type -> folder with a toy, and its runs on one rank, by what trains; the last two layers' experts, so that
-    with two stages nothing trains in the first."""
+def of_one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Model type and number of layers -> folder with a toy, and its runs on one rank, by what trains."""
 
     @cache
-    def made(model_type: str) -> Path:
+    def made(model_type: str, layers: int) -> Path:
         folder = tmp_path_factory.mktemp(model_type)
-        pipelines.write_toy(folder / "model", model_type)
-        pipelines.run(*(toy_config_of(folder, data, adapt, folder / adapt, {}) for adapt in small.ADAPT))
+        pipelines.write_toy(folder / "model", model_type, layers)
+        pipelines.run(*(toy_config_of(folder, layers, data, adapt, folder / adapt, {}) for adapt in small.ADAPT))
         return folder
 
     return made
 
 
-def toy_config_of(folder: Path, data: Path, adapt: str, output: Path, parallel: dict[str, Any]) -> RunConfig:
-    last = {"adapt": {"router": "none", "experts": {"layers": "2-3", "ids": [0, 1]}}} if adapt == "experts" else {}
+def toy_config_of(
+    folder: Path, layers: int, data: Path, adapt: str, output: Path, parallel: dict[str, Any]
+) -> RunConfig:
+    """Of experts, those of the last two layers train, so that with two stages nothing does in the first."""
+    experts = {"layers": f"{layers - 2}-{layers - 1}", "ids": [0, 1]}
+    last = {"adapt": {"router": "none", "experts": experts}} if adapt == "experts" else {}
     return pipelines.config_of(folder / "model", data, output, adapt, parallel, **last)
 
 
@@ -114,20 +120,13 @@ def toy_config_of(folder: Path, data: Path, adapt: str, output: Path, parallel: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid"])
 def test_every_kind_of_model_in_every_layout(
-    model_type: str, layout: str, of_one_rank: Callable[[str], Path], data: Path, tmp_path: Path
+    model_type: str, layout: str, of_one_rank: Callable[[str, int], Path], data: Path, tmp_path: Path
 ) -> None:
-    folder = of_one_rank(model_type)
-    pipelines.run(*(toy_config_of(folder, data, adapt, tmp_path / adapt, LAYOUTS[layout]) for adapt in small.ADAPT))
+    layers, parallel = LAYERS.get(layout, 4), LAYOUTS[layout]
+    folder = of_one_rank(model_type, layers)
+    pipelines.run(*(toy_config_of(folder, layers, data, adapt, tmp_path / adapt, parallel) for adapt in small.ADAPT))
     for adapt in small.ADAPT:
         assert_same(folder / adapt, tmp_path / adapt, 10)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("parallel", [{"pp": 4}, {"pp": 2, "replicate": 2}])
-def test_four_ranks(parallel: dict[str, Any], model: Path, data: Path, tmp_path: Path) -> None:
-    for name, of in (("one", {}), ("four", parallel)):
-        pipelines.run(pipelines.config_of(model, data, tmp_path / name, "lora", of))
-    assert_same(tmp_path / "one", tmp_path / "four", 10)
 
 
 @pytest.mark.full
@@ -138,7 +137,8 @@ def test_other_layouts_go_on_and_the_same_one_bit_by_bit(model: Path, data: Path
         pipelines.run(config, resume="auto")
 
     go_on("one", {}, 8)
-    for steps, parallel in ((2, {"pp": 2}), (4, {}), (6, SCHEDULES["interleaved1f1b"]), (8, {"replicate": 2})):
+    layouts = ({}, {"pp": 2}, {"pp": 4}, {}, SCHEDULES["interleaved1f1b"], {"pp": 2, "replicate": 2}, {"replicate": 2})
+    for steps, parallel in enumerate(layouts, 2):
         go_on("many", parallel, steps)
     for steps in (3, 8):
         go_on("again", {"pp": 2}, steps)
@@ -237,7 +237,7 @@ def test_a_report_names_the_stages(model: Path, tmp_path: Path) -> None:
         if name in ("mixtral", "gpt_oss", "granitemoehybrid", "gemma4_text")
         else pytest.param(name, marks=pytest.mark.full)
         for name in expert_model_types()
-        if toy_config(name).get_text_config() is toy_config(name) or name == "mixtral"
+        if (toy := toy_config(name)).get_text_config() is toy
     ],
 )
 def test_stages_compute_what_the_model_does_or_are_refused(model_type: str) -> None:
@@ -312,10 +312,11 @@ def test_stages_are_cut_where_the_fullest_rank_needs_least(
 
 
 def test_micro_batches_in_flight_and_the_bubble() -> None:
-    assert [in_flight("1f1b", 4, rank, 1, 8) for rank in range(4)] == [4, 3, 2, 1]
-    assert in_flight("gpipe", 4, 0, 1, 8) == 8
-    assert bubble(4, 1, 8) == pytest.approx(3 / 11)
-    assert bubble(1, 1, 8) == 0
+    four = ParallelConfig(pp=4)
+    assert [in_flight(four, rank, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert in_flight(ParallelConfig(pp=4, schedule="gpipe"), 0, 8) == 8
+    assert bubble(four, 8) == pytest.approx(3 / 11)
+    assert bubble(ParallelConfig(), 8) == 0
 
 
 @pytest.mark.parametrize(
@@ -324,6 +325,17 @@ def test_micro_batches_in_flight_and_the_bubble() -> None:
         ({"pp": 2, "fsdp": 2}, {}, r"parallel\.pp: 2 goes with replicate, not with fsdp: 2"),
         ({"pp": 2, "engine": "deepspeed"}, {}, r"not with engine: deepspeed"),
         ({"stages": ["0-1", "2-3"]}, {}, r"parallel\.stages: 2 stages, and pp: 1"),
+        ({"schedule": "gpipe"}, {}, r"parallel\.schedule: gpipe, and pp: 1"),
+        (
+            {"pp": 2, "stages": ["2-3", "0-1"]},
+            {},
+            r"\[2-3, 0-1\] does not hold each of the layers 0-3 once and in order",
+        ),
+        (
+            {"pp": 2, "schedule": "interleaved1f1b", "stages": ["0-1", "2-3"]},
+            {},
+            r"takes a multiple of 2, two or more each",
+        ),
         ({"pp": 2, "stages": ["0-1", 3]}, {}, r"\[0-1, 3-3\] does not hold each of the layers 0-3 once"),
         ({"pp": 2, "stages": [0, 1, "2-3"]}, {}, r"3 stages, and schedule: 1f1b takes 2, one for each rank"),
         ({"pp": 8}, {"train": {"accumulate": 8}}, r"8 stages, and the model has 4 layers"),

@@ -83,6 +83,7 @@ def test_any_number_of_rows(layout: str, count: int, small_model: Path, tmp_path
     ("adapt", "optimizer", "layouts"),
     [
         ("experts", "adamw", ["ep 2", "ep 4", "alone", "fsdp 2"]),
+        pytest.param("shared", "adamw", ["fsdp 2", "alone", "ddp 2"], marks=pytest.mark.full),
         pytest.param("lora", "adamw", ["fsdp 2", "ep 4", "alone"], marks=pytest.mark.full),
         pytest.param("lora", "adamw8bit", ["ep 2", "alone"], marks=pytest.mark.full),
     ],
@@ -93,13 +94,16 @@ def test_other_ranks_go_on(
     """A run that changes its layout at each checkpoint logs what one process logs, and leaves the same weights; a rank
     that has no rows left of an epoch runs along."""
     settings: dict[str, Any] = {"lr": 1.0e-3, "name": optimizer} | ({"momentum": 0.9} if optimizer == "sgd" else {})
-    more = {"optimizer": settings}
+    common: dict[str, Any] = {"optimizer": settings}
+    if adapt == "shared":  # of two ranks one has a factor that all experts share, the other no row of it
+        adapt, common["adapt"] = "lora", {"lora": small.ADAPT["lora"]["lora"] | {"share": "outer"}}
+    more = dict(common)
     if optimizer == "adamw8bit":  # shards of a matrix would be cut into other blocks: replicas have it whole
         more["parallel"], more["hardware"] = {"replicate": 2, "ep": 2}, {"count": 2}
     last = 2 * len(layouts)
-    run(config_of("alone", small_model, odd_data, tmp_path / "one", adapt, last, optimizer=settings))
+    run(config_of("alone", small_model, odd_data, tmp_path / "one", adapt, last, **common))
     for number, layout in enumerate(layouts):
-        sections = more if layout != "alone" else {"optimizer": settings}
+        sections = more if layout != "alone" else common
         config = config_of(layout, small_model, odd_data, tmp_path / "many", adapt, 2 * number + 2, **sections)
         run(config, "auto" if number else "never")
     assert_same_runs(tmp_path, last)

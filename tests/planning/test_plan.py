@@ -15,6 +15,7 @@ from moetune.planning.strategies import Goal, Strategy
 from moetune.planning.views import plan_view
 from moetune.run.resolve import resolve
 from tests.report.sample import sample
+from tests.toys import toy_config
 
 
 @pytest.mark.full
@@ -55,6 +56,54 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
     plan(str(small_model), "24GiB", goals=("lora", "router"), length=64, every=every)
     assert {slowness for goal, slowness in asked if goal == "lora"} == set(range(fits + 1))
     assert {slowness for goal, slowness in asked if goal == "router"} == {0}
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_gradients_of_factors_are_freed_early_before_anything_waits_on_the_host(
+    every: bool, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the fused backward is valid: 8-bit states, one micro-batch a step, no clipping by norm."""
+
+    def best(search: Search, tried: list[Strategy]) -> Found:
+        strategy = tried[-1]
+        config = search.smallest(strategy)
+        fits = "optimizer.fused_backward" in strategy.settings or strategy.slowness > 0
+        return Found(Candidate(strategy, config, search.predictor.of(config), 4) if fits else None)
+
+    monkeypatch.setattr(Search, "best", best)
+    found = plan(str(small_model), "24GiB", goals=("lora",), length=64, every=every, beyond=False).candidates[0]
+    train, optimizer = found.config.train, found.config.optimizers["lora"]
+    assert (optimizer.name, optimizer.fused_backward) == ("adamw8bit", True)
+    assert (train.accumulate, train.max_grad_norm, found.config.model.experts_on) == (1, 0, "gpu")
+    assert "fused backward" in found.optimizer
+    assert "no accumulation and no clipping" in str(found.strategy.gives_up)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "goal", "why"),
+    [
+        ("mixtral", "experts", "stages would be cut anew"),
+        ("mixtral", "lora", None),
+        ("granitemoehybrid", "lora", "layers with a state"),
+    ],
+)
+def test_a_plan_for_two_cards_tries_pipelines_or_says_why_not(
+    model_type: str, goal: Goal, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Strategy] = []
+
+    def best(search: Search, strategies: list[Strategy]) -> Found:
+        tried.extend(strategies)
+        return Found(replace(candidate(goal, "adamw", 1, 0), strategy=strategies[0]))
+
+    monkeypatch.setattr(Search, "best", best)
+    monkeypatch.setattr(Search, "whole", lambda search, one: one)
+    toy_config(model_type).save_pretrained(tmp_path / "model")
+    notes = plan(str(tmp_path / "model"), "24GiB", goals=(goal,), count=2, length=64).notes
+    assert any("parallel.pp" in one.layout for one in tried) == (why is None)
+    said = [note for note in notes if "no pipeline" in note]
+    assert len(said) == (why is not None)
+    assert all(str(why) in note for note in said)
 
 
 def test_of_ways_to_divide_a_run_over_two_cards_the_fastest_is_shown(small_model: Path) -> None:

@@ -55,6 +55,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"checkpointing": {"rest": [1, 2]}}},
         r"train\.checkpointing\.rest: 2, and 'mixtral' has the layers 0-1",
     ),
+    "inputs on the host of a layer that is not recomputed": (
+        {"train": {"checkpointing": {"rest": [0, 1], "host": 1}}},
+        r"train\.checkpointing\.host: 1, and layers in rest keep their input",
+    ),
     "an output that is not there": (
         {"train": {"checkpointing": {"attention": "all"}}, "model": {"attention": "eager"}},
         r"train\.checkpointing\.attention: eager attention has no kernel",

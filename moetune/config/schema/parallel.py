@@ -37,7 +37,7 @@ class ParallelConfig(Section):
     tp: Size = 1
     pp: Size = 1
     schedule: Literal["1f1b", "gpipe", "interleaved1f1b"] = "1f1b"
-    stages: Literal["auto"] | Annotated[tuple[tuple[int, int], ...], BeforeValidator(parse_stages)] = "auto"
+    stages: Annotated[Literal["auto"] | tuple[tuple[int, int], ...], BeforeValidator(parse_stages)] = "auto"
     replicate: Size = 1
     zero: Literal[1, 2, 3] = 3
     reshard: bool = True

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from moetune.config.fields import (
+    AutoIds,
     Coefficient,
     ExpertMemory,
     Ids,
@@ -31,17 +32,19 @@ class EarlyStoppingConfig(Section):
 
 
 class KeptConfig(Section):
-    """Layers that keep (save for backward) more than their input (`train.checkpointing:` as a section).
+    """Layers that keep (save for backward) more than their input, or less (`train.checkpointing:` as a section).
 
     Attributes:
         attention: layers that keep the outputs of attention's kernels.
         rows: layers with experts that keep the experts' outputs of gate_up, a row for each routed token.
         rest: layers that keep everything but the rows of gate_up, so that they are not recomputed.
+        host: layers whose input waits in host memory; `auto` for as few as the GPU needs.
     """
 
     attention: Ids = "none"
     rows: Ids = "none"
     rest: Ids = "none"
+    host: AutoIds = "none"
 
 
 CheckpointingWord = Literal["auto", "none", "experts_only", "full", "offload"]
@@ -60,8 +63,8 @@ class TrainConfig(Section):
         steps: length of the training in steps.
         epochs: length of the training in passes over the data, instead of `steps`; None if `steps` sets it.
         checkpointing: activations that are recomputed in the backward pass: `none`, those of experts, or all but each
-            layer's input, which `offload` keeps in host memory. A section names the layers that keep more than that;
-            `auto` chooses them, as many as fit the GPU.
+            layer's input, which `offload` keeps in host memory. A section names the layers that keep more than that,
+            or less; `auto` chooses those that keep more, as many as fit the GPU.
         keep_rows: number of layers, the last ones, whose experts' outputs of gate_up are saved for backward instead of
             being computed again; `auto` for as many as fit the GPU. `checkpointing: none` keeps those of all layers.
         layer_by_layer: all micro-batches of a step run through a decoder layer before any runs through the next, so

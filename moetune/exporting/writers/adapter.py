@@ -63,11 +63,11 @@ def write_for_server(program: str, run: FinishedRun, out: Path) -> Written:
     """
     selection = run.adapted.selection
     if run.config.adapt.lora is None:
-        raise UserError(f"{run} has no adapt.lora, so there is no adapter; use --format merged")
+        raise UserError(f"{run} has no adapt.lora, so there is no adapter; use export --format merged")
     if selection.full or selection.experts:
         what = min(selection.full) if selection.full else "whole experts"
         raise UserError(
-            f"{run} trains {what} beside LoRA, and adapters of {program} hold factors only; use --format merged"
+            f"{run} trains {what} beside LoRA, and adapters of {program} hold factors only; use export --format merged"
         )
     folder = base_folder(run)
     if run.base is not None:
@@ -145,7 +145,7 @@ def _saved_modules(run: FinishedRun, base: AdapterBase) -> tuple[str, ...]:
         )
     with_factors = sorted({*adapted.selection.lora_linears, *base.layers})
     for path in sorted(paths):
-        if inside := [other for other in with_factors if f"{other}.".startswith(f"{path}.")]:
+        if inside := [name for name in with_factors if f"{name}.".startswith(f"{path}.")]:
             raise UserError(
                 f"parameters of {path!r} train in full precision, and PEFT saves modules whole: that one holds "
                 f"{inside[0]}, which it cannot save; use --format delta or merged"
@@ -200,5 +200,5 @@ def refuse_lost(plain: PreTrainedModel, tensors: Mapping[str, Tensor], settings:
     if lost := sorted([*missing, *outcome.unexpected_keys]):
         raise UserError(
             f"PEFT would not load this adapter on {kind!r}: it finds no place for {lost[0].removeprefix(PREFIX)}; "
-            "use --format merged"
+            "use export --format merged"
         )

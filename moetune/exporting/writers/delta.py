@@ -30,7 +30,7 @@ def write_delta(run: FinishedRun, out: Path) -> Written:
             since the run, or has no tensor for a trained parameter.
     """
     every = updates(run)
-    full = [one for one in every if not one.is_added]
+    full = [update for update in every if not update.is_added]
     if not full:
         raise UserError(
             f"{run} trained only LoRA, and a delta holds full-precision changes; use "

@@ -158,7 +158,7 @@ def create_files(
     written: dict[str, Stored] = {}
     for file in sorted({tensor.file.name for tensor in tensors.values()}):
         here = [parts(name, tensor) for name, tensor in tensors.items() if tensor.file.name == file]
-        written |= create_file(out / file, {name: kind for one in here for name, kind in one.items()})
+        written |= create_file(out / file, {name: kind for layout in here for name, kind in layout.items()})
     if not (out / SINGLE_FILE).is_file():
         _write_index(written, out)
     return written

@@ -86,20 +86,20 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
             of_expert = _largest((key, rows) for key, _, rows in new)
         for key, start, rows in new:
             changed.add(key)
-            if not isinstance(place := places[key], Quantized):
-                place.write(rows, start)
+            if not isinstance(target := places[key], Quantized):
+                target.write(rows, start)
                 continue
             stop = start + len(rows)
-            before = place.rows(start, stop)
+            before = target.rows(start, stop)
             of_joined, weight = largest.get(joined_name(key)), rows.float()
             allowed = of_expert[joined_name(key)] if of_expert else rounding.largest(weight, of_joined)
-            _write(place, weight, start, None if is_published else allowed, keep=is_published)
-            rounded = place.rows(start, stop) - before
+            _write(target, weight, start, None if is_published else allowed, keep=is_published)
+            rounded = target.rows(start, stop) - before
             of_matrix = _sums(rows.float() - base[key].rows(start, stop).float(), rounded)
             sums[layer] = sums[layer] + of_matrix if layer in sums else of_matrix
     write_export_manifest(out, manifest_entries(run) | {"format": "merged", "into": into, "base": of_base.to_json()})
     written = (places[key] for key in changed)
-    parts = (part for one in written for part in (one.parts.values() if isinstance(one, Quantized) else (one,)))
+    parts = (part for whole in written for part in (whole.parts.values() if isinstance(whole, Quantized) else (whole,)))
     size = sum(part.nbytes for part in parts)
     ordered = sorted(sums, key=lambda layer: (layer is None, layer or 0))
     survivals = [_survival(layer, sums[layer]) for layer in ordered]
@@ -145,8 +145,8 @@ def _write_base(
     for name in chosen:
         for part, values in format.constants(*base[name].shape).items():
             created[f"{name}_{part}"].write(values)
-    others = [name for name, tensor in base.items() if name not in chosen and len(tensor.shape) == 2]
-    write_config(folder, out, format.settings([name.removesuffix(".weight") for name in sorted(others)]))
+    unrounded = [name for name, tensor in base.items() if name not in chosen and len(tensor.shape) == 2]
+    write_config(folder, out, format.settings([name.removesuffix(".weight") for name in sorted(unrounded)]))
     places = open_checkpoint(out)
     largest = _largest((name, base[name].rows()) for name in chosen if format.joins_scales)
     copy_rows({name: tensor for name, tensor in base.items() if name not in chosen}, places)
@@ -168,19 +168,19 @@ def _largest(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return largest
 
 
-def _write(place: Stored, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False) -> None:
+def _write(target: Stored, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False) -> None:
     """Round float32 weights and write their data and scales in place: a whole matrix, or of a stack one expert.
 
     Args:
-        place: the quantized tensor in the file.
+        target: the quantized tensor in the file.
         start: index of the expert; 0 for a whole matrix.
         largest, keep: as in `Format.quantize`.
     """
-    assert isinstance(place, Quantized)
-    stored = place.stored(start)
-    rows = place.as_rows(stored)
-    format = next(one for one in FORMATS.values() if place.is_in(one))
-    format.quantize(weight[0].T if place.STACKS else weight, rows, largest, keep)
-    for name, tensor in (stored | place.as_parts(rows)).items():
-        part = place.parts[name]
+    assert isinstance(target, Quantized)
+    stored = target.stored(start)
+    rows = target.as_rows(stored)
+    format = next(format for format in FORMATS.values() if target.is_in(format))
+    format.quantize(weight[0].T if target.STACKS else weight, rows, largest, keep)
+    for name, tensor in (stored | target.as_parts(rows)).items():
+        part = target.parts[name]
         part.write(tensor.reshape(-1, *part.row_shape), start)

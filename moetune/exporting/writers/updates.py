@@ -49,7 +49,7 @@ class Update:
 def updates(run: FinishedRun) -> list[Update]:
     """Return the updates of all trained parameters of a run. Tensors are read only when `Update.rows` is called."""
     adapted, trained, selection = run.adapted, run.trained, run.adapted.selection
-    found: list[Update] = []
+    all_updates: list[Update] = []
     for layer in adapted.structure.moe_layers:
         bank = adapted.model.get_submodule(layer.experts)
         assert isinstance(bank, ExpertBank)
@@ -57,20 +57,20 @@ def updates(run: FinishedRun) -> list[Update]:
             for stack in stacks(layer):
                 stored = trained[trained_name(layer, expert, stack)]
                 rows = partial(_expert, layer, stack, stored)
-                found.append(Update(f"{layer.experts}.{stack}", expert, False, rows, stored.torch_dtype))
+                all_updates.append(Update(f"{layer.experts}.{stack}", expert, False, rows, stored.torch_dtype))
         if bank.lora is not None:
-            found += _expert_lora(trained, layer, bank.lora)
+            all_updates += _expert_lora(trained, layer, bank.lora)
     for path in selection.lora_linears:
         assert selection.lora is not None
         A, B = (trained[name] for name in linear_factors(path).values())
         scale = selection.lora.scale(selection.ranks[path])
-        found.append(Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, scale)))
+        all_updates.append(Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, scale)))
     in_full = {name: whole_name(name, selection) for name in sorted(selection.full)}
     in_full |= {name: name for name in adapted.run.router_biases.values()}
     for name, checkpoint_name in in_full.items():
         stored = trained[checkpoint_name]
-        found.append(Update(name, None, False, partial(whole, stored), stored.torch_dtype))
-    return found
+        all_updates.append(Update(name, None, False, partial(whole, stored), stored.torch_dtype))
+    return all_updates
 
 
 def whole(stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
@@ -137,14 +137,14 @@ def placed(
     tied parameter gives one pair for each of its names in the checkpoint. Raises `UserError` for a parameter that the
     checkpoint does not store.
     """
-    mappings, found = key_mappings(model.plain, base), []
-    for one in chosen:
-        tied = (name for name, first in model.structure.tied.items() if first == one.parameter)
-        there = [mappings[name] for name in (one.parameter, *tied) if name in mappings]
-        if not there:
-            raise UserError(f"the base checkpoint has no tensors for {one.parameter}")
-        found += [(one, mapping if one.expert is None else mapping.of_expert(one.expert)) for mapping in there]
-    return found
+    mappings, pairs = key_mappings(model.plain, base), []
+    for update in chosen:
+        tied = (name for name, first in model.structure.tied.items() if first == update.parameter)
+        matches = [mappings[name] for name in (update.parameter, *tied) if name in mappings]
+        if not matches:
+            raise UserError(f"the base checkpoint has no tensors for {update.parameter}")
+        pairs += [(update, match if update.expert is None else match.of_expert(update.expert)) for match in matches]
+    return pairs
 
 
 def new_rows(
@@ -166,8 +166,8 @@ def new_rows(
     """
     if mapping.conversion is None and update.expert is None:
         (key,) = mapping.every_key()
-        place = None if into is None else into[key]
-        is_whole = isinstance(place, Quantized) and not place.STACKS
+        target = None if into is None else into[key]
+        is_whole = isinstance(target, Quantized) and not target.STACKS
         for start, stop in [(0, base[key].num_rows)] if is_whole else base[key].blocks():
             old = base[key].rows(start, stop).float() if update.is_added else None
             yield key, start, update.rows(old, start, stop)

@@ -46,7 +46,7 @@ def predict_forward(
     Raises:
         UserError: as `predict`.
     """
-    run = run.keeping({}) if is_open(run.config.train) else run
+    run = run.keeping(run.keeps) if is_open(run.config.train) else run
     tracing = partial(trace_forward, passes=passes, filled=filled)
     if run.device_type == "cuda":
         report = predict_memory(run, gpu=gpu, tracing=tracing)

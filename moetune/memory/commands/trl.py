@@ -54,8 +54,8 @@ def predict_trl(
     run = resolve(run, "cuda")
     if run.config.parallel.ranks > 1:
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
-    run = run.keeping({}) if is_open(run.config.train) else run
-    tracing, generator = partial(trace_trl, trainer=trainer, more=more or {}), []
+    run = run.keeping(run.keeps) if is_open(run.config.train) else run
+    tracing, generator = partial(trace_trl, trainer=trainer, more=more or {}), list[tuple[str, str]]()
     if trainer == "grpo" and (more or {}).get("use_vllm"):
         gpu, generator = _beside_vllm(run, more or {}, gpu)
     report = predict_memory(run, tracing=tracing, gpu=gpu, routing=routing, allocator=allocator)

@@ -134,14 +134,11 @@ def duration(
     seconds["launches"] = total.launches * LAUNCH + total.own_launches * (OWN_LAUNCH - LAUNCH)
     if card.interconnect is not None:  # bandwidth of both directions together
         seconds["communication"] = sum(sent) / (card.interconnect.value / 2 * LINK)
-    if bubble:
-        computed = max(
-            sum(seconds.values()) - seconds.get("communication", 0.0) - seconds["launches"], seconds["launches"]
-        )
-        seconds["bubble"] = computed * bubble / (1 - bubble)
     beside = [seconds.get(part, 0.0) for part in ("transfers", "host", "communication")]
-    waiting = seconds.get("bubble", 0.0)
-    step = max(sum(seconds.values()) - sum(beside) - seconds["launches"] - waiting, seconds["launches"]) + waiting
+    step = max(sum(seconds.values()) - sum(beside) - seconds["launches"], seconds["launches"])
+    if bubble:
+        seconds["bubble"] = step * bubble / (1 - bubble)
+        step += seconds["bubble"]
     of_card = card.capability in MEASURED
     spread = SPREAD if of_card else SPREAD_ELSEWHERE
     return Duration(

@@ -131,9 +131,8 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
             run.config.model.storage_of("experts", number),
             *sorted((one.removeprefix(path), storage) for one, storage in linears if one.startswith(f"{path}.")),
         )
-        on_host = run.config.train.checkpointing == "offload"
-        stays = on_host and number == 0  # its input, a frozen embedding's output, stays on the GPU
         kept = tuple(sorted(run.keeps.get(number, ())))
+        stays = "host" in kept and number == 0  # its input, a frozen embedding's output, stays on the GPU
         kinds.append((arrive, stays, kept, trains, stored, held.get(number, ()), made))
         arrive = arrive or any(trains)
     return _with_fetched(kinds, run) if run.config.model.experts_on == "host" else kinds

@@ -73,11 +73,11 @@ class TrlSteps(Watched):
         accumulate = adapted.run.config.train.accumulate if trainer == "grpo" else micro_steps
         arguments |= {"gradient_accumulation_steps": accumulate, "max_steps": STEPS}
         self.precomputes = arguments.pop("precompute_ref_log_probs", False)
-        self.completion, prompt = None, 1
+        self.completion, prompt, rollouts = None, 1, 0
         if trainer == "grpo":
             self.completion = arguments["max_completion_length"]
-            self.uses_vllm = arguments.pop("use_vllm", False)  # TRL would start it
-            prompt = prompt_length(adapted.run.config, self.completion)
+            rollouts = arguments.pop("use_vllm", False) * arguments["max_completion_length"]  # TRL would start vLLM
+            prompt = prompt_length(adapted.run.config, arguments["max_completion_length"])
         has_reference = bool(arguments.get("beta")) if trainer == "grpo" else trainer in ("dpo", "kto")
         with mode, Answers():
             self.reference = Reference(adapted) if has_reference and not self.precomputes else None
@@ -86,9 +86,7 @@ class TrlSteps(Watched):
         rows = arguments["per_device_train_batch_size"] * accumulate * STEPS
         model = (_Generating if trainer == "grpo" else SelfReferencing)(adapted.model, self._referencing)
         with quiet(), self._refusing(TypeError, ValueError, ImportError):
-            self.trainer = make_trainer(
-                trainer, model, arguments, rows, prompt, self.completion if self.uses_vllm else 0
-            )
+            self.trainer = make_trainer(trainer, model, arguments, rows, prompt, rollouts)
         if isinstance(model, _Generating):
             model.steps = self
             with self._refusing(ValueError, said="no prediction"):

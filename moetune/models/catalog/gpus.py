@@ -154,7 +154,7 @@ def alike_in_size(card: Gpu) -> tuple[str, ...]:
 
 def alike_in_memory(size: int) -> tuple[str, ...]:
     """Return the catalog names of GPUs whose memory is within 10 % of `size` bytes."""
-    return tuple(name for name, other in _gpus().items() if 0.9 * size <= other.memory.value <= 1.1 * size)
+    return tuple(name for name, card in _gpus().items() if 0.9 * size <= card.memory.value <= 1.1 * size)
 
 
 def _of_size(name: str, size: int) -> Gpu:
@@ -167,7 +167,7 @@ def _of_size(name: str, size: int) -> Gpu:
     def assumed(figure: Figure) -> Figure:
         return Figure(figure.value, f"assumed as on {model.full_name}")
 
-    alike = [_gpus()[one] for one in alike_in_memory(size) if _gpus()[one].capability >= _AMPERE]
+    alike = [_gpus()[card_name] for card_name in alike_in_memory(size) if _gpus()[card_name].capability >= _AMPERE]
     ranges = [card.context_range for card in (model, *alike)]
 
     unknown: dict[str, Any] = dict.fromkeys(_RATES)

@@ -56,9 +56,9 @@ class Fingerprint:
         `tensors` describes the other checkpoint: tensor name -> dtype and shape, such as `BF16 [8, 64]`.
         """
         for name in sorted(self.tensors.keys() | tensors.keys()):
-            mine, its = self.tensors.get(name, "no such tensor"), tensors.get(name, "no such tensor")
-            if mine != its:
-                return f"{name} is {its}, not {mine}"
+            own, given = self.tensors.get(name, "no such tensor"), tensors.get(name, "no such tensor")
+            if own != given:
+                return f"{name} is {given}, not {own}"
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def digesting(files: Sequence[Path], threads: int) -> Iterator[Callable[[], dict
     with ThreadPoolExecutor(threads) as pool:
         taken = {file.name: pool.submit(digest, file, on_read=lambda _: _stop_if(left)) for file in files}
         try:
-            yield lambda: {name: one.result() for name, one in taken.items()}
+            yield lambda: {name: future.result() for name, future in taken.items()}
         finally:
             left.set()  # stop unfinished digests, which are not needed after a failed body
 

@@ -70,11 +70,11 @@ class KeyMapping:
     @cached_property
     def experts(self) -> "dict[int, KeyMapping]":
         """Expert id -> mapping of this expert's share [1, ...] of the parameter; only if `has_experts_apart`."""
-        found: dict[int, dict[str, list[str]]] = {}
+        by_expert: dict[int, dict[str, list[str]]] = {}
         for pattern, keys in self.keys.items():
             for key in keys:
-                found.setdefault(int(re.findall(r"\.(\d+)\.", key)[-1]), {}).setdefault(pattern, []).append(key)
-        return {expert: KeyMapping(self.parameter, self.model, of, self.conversion) for expert, of in found.items()}
+                by_expert.setdefault(int(re.findall(r"\.(\d+)\.", key)[-1]), {}).setdefault(pattern, []).append(key)
+        return {expert: KeyMapping(self.parameter, self.model, of, self.conversion) for expert, of in by_expert.items()}
 
     @property
     def is_whole(self) -> bool:
@@ -88,10 +88,10 @@ class KeyMapping:
         """
         if not self.has_experts_apart:
             return self
-        found = self.experts.get(expert)
-        if found is None or not found.is_whole:
+        mapping = self.experts.get(expert)
+        if mapping is None or not mapping.is_whole:
             raise UserError(f"the checkpoint has no tensors for expert {expert} of {self.parameter}")
-        return found
+        return mapping
 
     def every_key(self) -> list[str]:
         """Return the names of all checkpoint tensors of the parameter."""
@@ -175,10 +175,10 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
             is_text = int(re.findall(r"\.(\d+)\.", key)[-1]) < len(known[name])
             names = [name if is_text else name.replace(text, vision)]
         elif conversion is not None and len(conversion.target_patterns) > 1:
-            first, *others = conversion.target_patterns
-            names = [name, *(name.replace(first, other) for other in others)] if split else []
-        for one in names:
-            mapping = mappings.setdefault(one, KeyMapping(one, model, {}, conversion))
+            first, *rest = conversion.target_patterns
+            names = [name, *(name.replace(first, target) for target in rest)] if split else []
+        for parameter in names:
+            mapping = mappings.setdefault(parameter, KeyMapping(parameter, model, {}, conversion))
             assert isinstance(mapping.keys, dict)
             mapping.keys.setdefault(pattern or key, []).append(key)
     return {name: mapping for name, mapping in mappings.items() if mapping.is_whole}
@@ -187,7 +187,7 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
 def _splits_list(rule: Any) -> bool:
     """Return whether a conversion rule makes two stacks of one list of experts: the first of them are for text, the
     others for images."""
-    return any(isinstance(one, ErnieFuseAndSplitTextVisionExperts) for one in getattr(rule, "operations", ()))
+    return any(isinstance(op, ErnieFuseAndSplitTextVisionExperts) for op in getattr(rule, "operations", ()))
 
 
 def _without_split(rule: WeightConverter) -> WeightConverter:
@@ -239,7 +239,7 @@ def expert_layout(model_type: str) -> ExpertLayout:
     ]
     if not of_stacks:
         return "rows"
-    return "apart" if any("*" in source for one in of_stacks for source in one.source_patterns) else "converted"
+    return "apart" if any("*" in source for rule in of_stacks for source in rule.source_patterns) else "converted"
 
 
 def _only(tensor: Any) -> Tensor:

@@ -23,8 +23,8 @@ _OF_OTHERS = ("adapter_*", "*.index.json", "manifest.json", QUANTIZED_MANIFEST)
 
 def small_files(folder: Path) -> list[Path]:
     """Return the sorted paths of a checkpoint's files besides weights: config, tokenizer, templates, licenses."""
-    found = {file for pattern in CARRIED for file in folder.glob(pattern) if file.is_file()}
-    return sorted(file for file in found if not any(file.match(name) for name in _OF_OTHERS))
+    carried = {file for pattern in CARRIED for file in folder.glob(pattern) if file.is_file()}
+    return sorted(file for file in carried if not any(file.match(name) for name in _OF_OTHERS))
 
 
 def copy_small_file(file: Path, folder: Path, to: Path) -> None:
@@ -50,9 +50,9 @@ def copy_small_file(file: Path, folder: Path, to: Path) -> None:
 def downloaded(hub_id: str) -> Path | None:
     """Return the folder of a model in the local hub cache; None unless all of its weight files are there."""
     for name in (SINGLE_FILE, INDEX_FILE):
-        found = try_to_load_from_cache(hub_id, name)
-        if isinstance(found, str):
-            folder = Path(found).parent
+        cached = try_to_load_from_cache(hub_id, name)
+        if isinstance(cached, str):
+            folder = Path(cached).parent
             try:
                 weight_files(folder)
             except UserError:  # some weight files are missing

@@ -241,12 +241,12 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
         if flags := [key for key in _TRAINS if key in message]:
             raise MalformedError(f"{where} says by {flags[0]!r} whether it trains; write weight, 0 or 1")
         calls = _calls_of(message, where)
-        others = {key: of_key for key, of_key in message.items() if key not in ("tool_calls", "function_call")}
+        fields = {key: of_key for key, of_key in message.items() if key not in ("tool_calls", "function_call")}
         content = _content_of(message, where)
         # An empty system message is common and harmless, so only the assistant's content may not be empty.
         if not (calls and not content) and (role == "assistant" or content != ""):
             checked_text(content, f"content of {where}")
-        messages.append({**others, "content": content or ""} | ({"tool_calls": calls} if calls else {}))
+        messages.append({**fields, "content": content or ""} | ({"tool_calls": calls} if calls else {}))
     if not any(message["role"] == "assistant" for message in messages):
         raise MalformedError("no message of the assistant, so nothing to train on")
     return messages
@@ -272,10 +272,10 @@ def _content_of(message: dict[str, Any], where: str) -> Any:
         texts = [part.get("text") for part, type in zip(content, types, strict=True) if type in _TEXT_PARTS]
         if content and len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
-        others = [type for type in types if type not in _TEXT_PARTS and (type in _MEDIA_PARTS or not is_result)]
-        if any(others):
+        unread = [type for type in types if type not in _TEXT_PARTS and (type in _MEDIA_PARTS or not is_result)]
+        if any(unread):
             raise MalformedError(
-                f"{where} holds {shown(next(filter(None, others)))}, and only text is read; leave the record out"
+                f"{where} holds {shown(next(filter(None, unread)))}, and only text is read; leave the record out"
             )
         if not is_result:
             raise MalformedError(

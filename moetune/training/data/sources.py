@@ -152,8 +152,8 @@ def _saved_sources(name: str, folder: Path, split: str | None, held_out: bool, n
     if (folder / "dataset_dict.json").is_file():
         splits = read_json(folder / "dataset_dict.json", _DatasetDict).splits
         inside = choose_split(name, splits, split, held_out)
-        if others := [other for other in splits if other != inside]:
-            note(f"{name!r}: the split {inside!r} is read; passed over: {', '.join(others)}")
+        if passed_over := [key for key in splits if key != inside]:
+            note(f"{name!r}: the split {inside!r} is read; passed over: {', '.join(passed_over)}")
     state = read_json(folder / inside / "state.json", dict[str, Any])
     if not inside and split is not None:
         choose_split(name, [str(state.get("_split") or "train")], split, held_out)
@@ -230,7 +230,7 @@ def _hub_source(spec: str, name: str, config: str | None, split: str | None, hel
         ) from None
     if isinstance(rows, datasets.DatasetDict):
         chosen = choose_split(spec, rows, None, held_out)
-        if others := [other for other in rows if other != chosen]:
-            note(f"{spec!r}: the split {chosen!r} is read; passed over: {', '.join(others)}")
+        if passed_over := [key for key in rows if key != chosen]:
+            note(f"{spec!r}: the split {chosen!r} is read; passed over: {', '.join(passed_over)}")
         rows = rows[chosen]
     return _checked(Source(spec, "row", table_rows(spec, dataset_batches(rows))))

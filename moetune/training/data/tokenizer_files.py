@@ -37,7 +37,7 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
         Exception: whatever transformers raises for files that it cannot read.
     """
 
-    def found(name: str) -> Path | None:
+    def find(name: str) -> Path | None:
         if Path(folder).is_dir():
             return file if (file := Path(folder, name)).is_file() else None
         try:
@@ -45,13 +45,13 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
         except EntryNotFoundError:
             return None
 
-    configs = [read_json(file, dict[str, Any]) for file in map(found, ("tokenizer_config.json", "config.json")) if file]
+    configs = [read_json(file, dict[str, Any]) for file in map(find, ("tokenizer_config.json", "config.json")) if file]
     code = next((code for config in configs if (code := _code_in(config)) is not None), None)
-    whole = found(_WHOLE)
+    whole = find(_WHOLE)
     if whole is not None:
         refuse_pointer(whole)
     else:
-        _refuse_vocabulary(f"the tokenizer in {folder!r}", code, found)
+        _refuse_vocabulary(f"the tokenizer in {folder!r}", code, find)
     if code is not None:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=on_disk)
     nothing = UserError(
@@ -65,7 +65,7 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
     except ValueError as error:
         raise error if whole is not None else nothing from error
     names = tokenizer.vocab_files_names.values()
-    if names and whole is None and not any(map(found, names)):  # transformers makes one without tokens
+    if names and whole is None and not any(map(find, names)):  # transformers makes one without tokens
         raise nothing
     return tokenizer
 
@@ -82,10 +82,10 @@ def _code_in(config: dict[str, Any]) -> str | None:
     return None if is_known else name
 
 
-def _refuse_vocabulary(where: str, code: str | None, found: Callable[[str], Path | None]) -> None:
+def _refuse_vocabulary(where: str, code: str | None, find: Callable[[str], Path | None]) -> None:
     """Raise `UserError` if a tokenizer without `tokenizer.json`, which the message calls `where`, is not described by
     its other files. `code` is its own class, None if transformers has it."""
-    if found(_TEKKEN) is not None:
+    if find(_TEKKEN) is not None:
         raise UserError(
             f"{where} is Mistral's {_TEKKEN}, which mistral-common reads, and there is no {_WHOLE}. Write one, with "
             'mistral-common installed: python -c "from transformers.integrations.mistral import '
@@ -96,7 +96,7 @@ def _refuse_vocabulary(where: str, code: str | None, found: Callable[[str], Path
             f"{where} is {code}, code that is not part of transformers and is never run; what transformers takes in "
             f"its place splits text into other tokens: {_REMEDY}"
         )
-    for file in filter(None, map(found, _VOCABULARIES)):
+    for file in filter(None, map(find, _VOCABULARIES)):
         with file.open("rb") as opened:
             is_tiktoken = _TIKTOKEN_LINE.match(opened.read(1000)) is not None
         if is_tiktoken:

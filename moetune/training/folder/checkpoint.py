@@ -303,7 +303,7 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
     def states_of(parameters: list[nn.Parameter]) -> dict[nn.Parameter, dict[str, Any]]:
         wanted: dict[str, Tensor] = {}
         for part in chain.from_iterable(parts[parameter] for parameter in parameters):
-            wanted |= _room_for(part, names.get(part.name, []), stored)
+            wanted |= _empty_states(part, names.get(part.name, []), stored)
         _load(wanted, path, adapted.ranks)
         by_part: dict[str, dict[str, Tensor]] = {}
         for name, tensor in wanted.items():
@@ -311,20 +311,20 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
             by_part.setdefault(owner, {})[state] = local_tensor(tensor)
         return {parameter: _joined(parts[parameter], by_part, saved["numbers"]) for parameter in parameters}
 
-    others = [updater for updater in optimizer.updaters if not isinstance(updater, ZeroUpdater)]
+    without_zero = [updater for updater in optimizer.updaters if not isinstance(updater, ZeroUpdater)]
     for updater in optimizer.updaters:
         if isinstance(updater, ZeroUpdater):  # each rank gets whole tensors, so one parameter at a time is read
             for parameter in updater.parameters:
                 with updater.engine.gathered(parameter):
                     updater.restore(states_of([parameter]))
-    states = states_of([parameter for updater in others for parameter in updater.parameters])
-    for updater in others:
+    states = states_of([parameter for updater in without_zero for parameter in updater.parameters])
+    for updater in without_zero:
         updater.restore(states)
     if optimizer.loss_scale is not None:
         optimizer.loss_scale.restore(saved["loss_scale"])
 
 
-def _room_for(part: SavedPart, states: list[str], stored: Mapping[str, Any]) -> dict[str, Tensor]:
+def _empty_states(part: SavedPart, states: list[str], stored: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return empty tensors, by name in the checkpoint, into which the states of a `SavedPart` can be read.
 
     Args:
@@ -334,13 +334,13 @@ def _room_for(part: SavedPart, states: list[str], stored: Mapping[str, Any]) -> 
     Raises:
         UserError: a state has `_cut` suffixes, and none is this rank's.
     """
-    room: dict[str, Tensor] = {}
+    empty: dict[str, Tensor] = {}
     for state in states:
         name = f"{part.name}.{state}"
         size, dtype = tuple(stored[name].size), stored[name].properties.dtype
         kind, mark, cut = state.partition("@")
         if mark and f"@{cut}" != _cut(part):
-            if any(other.startswith(kind + _cut(part)) for other in states):
+            if any(candidate.startswith(kind + _cut(part)) for candidate in states):
                 continue  # the state of another rank's part
             raise UserError(
                 f"the optimizer's states of {part.name} are in 8 bits, in blocks that were cut for other ranks; resume "
@@ -348,10 +348,10 @@ def _room_for(part: SavedPart, states: list[str], stored: Mapping[str, Any]) -> 
             )
         parameter = part.parameter
         if not mark and part.row is None and isinstance(parameter, DTensor) and size == tuple(parameter.shape):
-            room[name] = part.of(torch.empty_like(local_tensor(parameter), dtype=dtype))
+            empty[name] = part.of(torch.empty_like(local_tensor(parameter), dtype=dtype))
         else:  # on the host; the optimizer moves the state to the device that it needs
-            room[name] = torch.empty(size, dtype=dtype)
-    return room
+            empty[name] = torch.empty(size, dtype=dtype)
+    return empty
 
 
 def _joined(parts: list[SavedPart], tensors: Mapping[str, dict[str, Tensor]], numbers: Any) -> dict[str, Any]:

@@ -83,6 +83,6 @@ def _damage(folder: Path, manifest: _Manifest) -> str | None:
         if digest(file) != expected["sha256"]:
             return f"{name} was changed after it was written"
     # File managers and file systems add hidden files, such as .DS_Store and .nfs0001, which do no harm.
-    there = {str(file.relative_to(folder)) for file in files_in(folder) if not file.name.startswith(".")}
-    unknown = sorted(there - manifest["files"].keys() - {MANIFEST})
+    present = {str(file.relative_to(folder)) for file in files_in(folder) if not file.name.startswith(".")}
+    unknown = sorted(present - manifest["files"].keys() - {MANIFEST})
     return f"{unknown[0]} does not belong there; remove it" if unknown else None

@@ -46,16 +46,16 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the complete checkpoints, oldest first; they may be damaged."""
-        found = (path for path in self.checkpoints_path.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
-        return sorted(found, key=step_of)
+        folders = (path for path in self.checkpoints_path.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+        return sorted(folders, key=step_of)
 
     def by_preference(self, *, best: bool) -> list[Path]:
         """Return the folders of the complete checkpoints, newest first; with `best`, the one of the lowest held-out
         loss is put before all others."""
-        there = {step_of(path): path for path in reversed(self.checkpoints())}
+        by_step = {step_of(path): path for path in reversed(self.checkpoints())}
         held_out = self.held_out() if best else {}
-        first = best_step({step: held_out[step] for step in there if step in held_out})
-        return sorted(there.values(), key=lambda path: step_of(path) != first)
+        first = best_step({step: held_out[step] for step in by_step if step in held_out})
+        return sorted(by_step.values(), key=lambda path: step_of(path) != first)
 
     def newest_whole(self, *, best: bool = False) -> Path | None:
         """Return the folder of the newest undamaged checkpoint; None if there is no checkpoint at all.
@@ -68,14 +68,14 @@ class RunFolder:
                 `run.yaml` (`refuse_foreign_checkpoint`); or, with `best`, the metrics cannot be read.
         """
         self.damaged = []
-        there = self.checkpoints()
+        listed = self.checkpoints()
         for checkpoint in self.by_preference(best=best):
             reason = damage(checkpoint)
             if reason is None:
                 self.refuse_foreign_checkpoint(checkpoint)
                 return checkpoint
             self.damaged.append(f"{checkpoint}: {reason}")
-            if there != self.checkpoints():  # a run is writing here: look again
+            if listed != self.checkpoints():  # a run is writing here: look again
                 return self.newest_whole(best=best)
         if self.damaged:
             raise UserError(

@@ -132,10 +132,10 @@ class RunWriter(RunFolder):
         checkpoints, wanted = self.checkpoints(), expanded(resume).resolve()
         chosen = next((checkpoint for checkpoint in checkpoints if checkpoint.resolve() == wanted), None)
         if chosen is None:
-            there = ", ".join(checkpoint.name for checkpoint in checkpoints) or "none"
+            names = ", ".join(checkpoint.name for checkpoint in checkpoints) or "none"
             raise UserError(
                 f"--resume {resume!r} is no checkpoint of the run in {str(self.path)!r}; use auto, never or one of "
-                f"{str(self.checkpoints_path)!r}, which has: {there}"
+                f"{str(self.checkpoints_path)!r}, which has: {names}"
             )
         if reason := damage(chosen):
             raise UserError(f"checkpoint {str(chosen)!r} is damaged: {reason}; resume from another, or with auto")

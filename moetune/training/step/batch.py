@@ -81,13 +81,10 @@ def collate_evenly(
     longest = max(len(np.asarray(row["input_ids"])) for rows, _ in parts for row in rows)
     batches = []
     for rows, counts in [*parts, *[(parts[0][0], False)] * (count - len(parts))]:
-        batch = collate([*rows, *[rows[0]] * (size - len(rows))], at_least=longest)
-        if not counts:
-            batches.append(uncounted(batch))
-            continue
+        batch, counted = collate([*rows, *[rows[0]] * (size - len(rows))], at_least=longest), len(rows) * counts
         batch["is_token"] = batch["is_token" if "is_token" in batch else "attention_mask"].clone()
-        batch["labels"][len(rows) :] = IGNORED
-        batch["is_token"][len(rows) :] = 0
+        batch["labels"][counted:] = IGNORED
+        batch["is_token"][counted:] = 0
         batches.append(batch)
     return batches
 

@@ -78,6 +78,8 @@ def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int
     fits = (memory - 4 * vocabulary * block) // row_bytes
     if fits < block:  # the chunk is smaller than a block, so all of it is one block
         fits = memory // (row_bytes + 4 * vocabulary)
+    elif 8 * (fits % max(block, 1)) < block:  # not another block for a few tokens
+        fits -= fits % block
     return max(1, min(fits, tokens))
 
 

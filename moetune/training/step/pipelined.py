@@ -17,7 +17,7 @@ from moetune.parallel.pipeline import run_stages
 from moetune.training.step.batch import Batch
 from moetune.training.step.loss import Chunks
 from moetune.training.step.micro_step import MicroStep, count_loss_tokens, token_loss
-from moetune.training.step.router_losses import Routed, RouterWatch, Statistics, losses_of
+from moetune.training.step.router_losses import Routed, RouterWatch, losses_of
 
 
 def stages_on(adapted: Adapted) -> list[StageLayers]:
@@ -37,7 +37,7 @@ class Pipeline:
     def __init__(self, adapted: Adapted, watch: RouterWatch) -> None:
         run = adapted.run
         self._adapted, self._watch, self._stages = adapted, watch, stages_on(adapted)
-        self._experts = {layer.index: layer.shape.num_experts for layer in run.structure.moe_layers}
+        self._sizes = {layer.index: 2 * layer.shape.num_experts + 1 for layer in run.structure.moe_layers}
         self._trains_before = run.trains_before_stages
         self._gets_gradient = (*self._trains_before, False)[adapted.ranks.coordinates.pp + 1 :: run.config.parallel.pp]
         self._width = run.model.plain.get_parameter(run.embedding).shape[-1]
@@ -85,10 +85,7 @@ class Pipeline:
                 return (hidden,) if statistics is None else (hidden, statistics)
             router_loss = None
             if statistics is not None:
-                of_layers = {
-                    n: Statistics(row[:experts], row[experts : 2 * experts], row[2 * experts])
-                    for row, (n, experts) in zip(statistics, self._experts.items(), strict=True)
-                }
+                of_layers = {n: row[:size] for row, (n, size) in zip(statistics, self._sizes.items(), strict=True)}
                 balance, z = losses_of(of_layers, per_layer=train.router_aux_scope == "layer")
                 share = count_loss_tokens(batch) / total_tokens
                 router_loss = share * (train.router_aux_loss * balance + train.router_z_loss * z)
@@ -100,19 +97,16 @@ class Pipeline:
         rows = batches[0]["input_ids"]
         sent = [torch.empty(*rows.shape, self._width, dtype=self._adapted.run.dtype, device="meta")]
         if shape_routing:
-            sent.append(torch.empty(len(self._experts), 2 * max(self._experts.values()) + 1, device="meta"))
+            sent.append(torch.empty(len(self._sizes), max(self._sizes.values()), device="meta"))
         run_stages(self._adapted.ranks, forward, len(batches), tuple(sent), self._trains_before, device, around)
         return done
 
     def _statistics(self, routed: Routed, before: Tensor | None) -> Tensor:
         """Return what router losses are made of, a row for each layer with experts of the whole model: the rows of
         this stage's layers, added to those from `before`; zeros for later ones."""
-        here = self._watch.statistics(routed)
-        width, device = 2 * max(self._experts.values()) + 1, self._adapted.model.device
-        rows = [
-            pad(torch.cat([here[n].f_E, here[n].p_E, here[n].z[None]]), (0, width - 2 * experts - 1))
-            if n in here
-            else torch.zeros(width, device=device)
-            for n, experts in self._experts.items()
-        ]
-        return torch.stack(rows) if before is None else before + torch.stack(rows)
+        here, width = self._watch.statistics(routed), max(self._sizes.values())
+        nothing = torch.zeros(width, device=self._adapted.model.device)
+        rows = torch.stack(
+            [pad(here[n], (0, width - size)) if n in here else nothing for n, size in self._sizes.items()]
+        )
+        return rows if before is None else before + rows

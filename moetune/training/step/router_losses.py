@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +99,9 @@ class RouterWatch:
         """Return `losses_of` the `statistics` of a recording made with `logits=True`."""
         return losses_of(self.statistics(routed), per_layer=per_layer)
 
-    def statistics(self, routed: Routed) -> dict[int, "Statistics"]:
-        """Return layer index -> the numbers that router losses are made of, from a recording made with `logits=True`.
+    def statistics(self, routed: Routed) -> dict[int, Tensor]:
+        """Return layer index -> the numbers that router losses are made of, float32 [2E + 1]: load f [E], mean
+        probability P [E] and z-loss, from a recording made with `logits=True`.
 
         Raises:
             UserError: no logits were recorded for a layer, because its router does not return them.
@@ -111,44 +112,33 @@ class RouterWatch:
                 f"train.router_aux_loss / router_z_loss: the router of layer {silent[0]} "
                 f"({self.layers[silent[0]].router}) returns no logits; set both to 0 for this model"
             )
-        found: dict[int, Statistics] = {}
+        found: dict[int, Tensor] = {}
         for index, logits_TE in routed.logits.items():
             logits_TE = logits_TE.reshape(-1, logits_TE.shape[-1]).float()
             mask = routed.mask
             weight_T = torch.ones_like(logits_TE[:, 0]) if mask is None else mask.flatten().to(logits_TE.dtype)
-            load_E, count = routed.load[index], weight_T.sum().clamp(min=1)
-            weight_T = weight_T / count
-            found[index] = Statistics(
-                load_E / count, weight_T @ logits_TE.softmax(-1), weight_T @ logits_TE.logsumexp(-1).square()
-            )
+            count = weight_T.sum().clamp(min=1)
+            weight_T, f_E = weight_T / count, routed.load[index] / count
+            z = weight_T @ logits_TE.logsumexp(-1).square()
+            found[index] = torch.cat([f_E, weight_T @ logits_TE.softmax(-1), z[None]])
         return found
 
 
-class Statistics(NamedTuple):
-    """Load f [E], mean probability P [E] and z-loss (a scalar) of a layer."""
-
-    f_E: Tensor
-    p_E: Tensor
-    z: Tensor
-
-
-def losses_of(statistics: Mapping[int, Statistics], *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
+def losses_of(statistics: Mapping[int, Tensor], *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
     """Return the scalars (balance loss, z-loss) over all layers, by the formulas at the top of this file.
 
     If layers differ in their number of experts, a balance loss is computed for each number, and averaged. With
     `per_layer` every layer is balanced separately, instead of the sum over layers.
     """
-    of_size: dict[int, list[Statistics]] = {}
+    of_size: dict[int, list[Tensor]] = {}
     for of_layer in statistics.values():
-        of_size.setdefault(len(of_layer.f_E), []).append(of_layer)
+        of_size.setdefault(len(of_layer) // 2, []).append(of_layer)
     balance = []
     for size, of_layers in of_size.items():
-        f_LE, p_LE = (
-            torch.stack(values) for values in ([one.f_E for one in of_layers], [one.p_E for one in of_layers])
-        )
+        f_LE, p_LE, _ = torch.stack(of_layers).split([size, size, 1], dim=1)
         pooled = size * f_LE.mean(0) @ p_LE.mean(0)
         balance.append(size * (f_LE * p_LE).sum(-1).mean() if per_layer else pooled)
-    return torch.stack(balance).mean(), torch.stack([one.z for one in statistics.values()]).mean()
+    return torch.stack(balance).mean(), torch.stack([of_layer[-1] for of_layer in statistics.values()]).mean()
 
 
 def add_load(sums: dict[int, Tensor], more: Mapping[int, Tensor]) -> None:

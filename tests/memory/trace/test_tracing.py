@@ -58,6 +58,8 @@ def toys(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
         ("llama", "none", 0, "gpu"),
         ("deepseek_v3", {"attention": "all", "rows": 1, "rest": 1}, 0, "host"),
         pytest.param("mixtral", {"attention": 0, "rows": "all", "rest": 1}, 0, "gpu", marks=pytest.mark.full),
+        ("mixtral", {"host": 0, "rows": 1}, 0, "gpu"),
+        pytest.param("deepseek_v3", {"host": 1, "attention": 1}, 0, "host", marks=pytest.mark.full),
     ],
 )
 def test_fake_steps_take_byte_for_byte_what_real_ones_take(
@@ -100,9 +102,9 @@ def test_so_they_do_on_a_base_in_several_precisions(experts_on: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "checkpointing", ["offload", *(pytest.param(c, marks=pytest.mark.full) for c in ("full", "none"))]
+    "checkpointing", ["offload", *(pytest.param(c, marks=pytest.mark.full) for c in ("full", "none", {"host": "0-1"}))]
 )
-def test_so_they_do_layer_by_layer(toys: dict[str, Path], checkpointing: str) -> None:
+def test_so_they_do_layer_by_layer(toys: dict[str, Path], checkpointing: Any) -> None:
     train = {"accumulate": 3, "checkpointing": checkpointing, "layer_by_layer": True}
     config = toy_run(toys["mixtral"], "mixtral", MIXED, model={"experts_on": "host"}, train=train)
     assert_alike(config)

@@ -134,11 +134,11 @@ class ChatTemplate:
             for cut in cuts:
                 if cut.spans is not None:
                     calls = bool(messages[cut.end - 1].get("tool_calls"))
-                    spans, others = self._thinking.trained(cut.layout.text, cut.spans)
+                    spans, new_settings = self._thinking.trained(cut.layout.text, cut.spans)
                     spanned, tokens = self._ends.added(cut.layout.text, spans, calls)
                     texts.append(spanned)
                     ends += tokens
-                    settings += others
+                    settings += new_settings
         except UserError as error:
             raise MalformedError(str(error)) from None
         except Exception as error:  # template code can raise any exception
@@ -207,9 +207,9 @@ class ChatTemplate:
             before, _ = self._render(messages[:index], tools, prompt=True)
             after = full if index + 1 == len(messages) else self._render(messages[: index + 1], tools)[0]
             begin = self._thinking.begin(before, after)
-            if begin is None and (both := self._continued(before, after, index, marks, tools)) is not None:
-                layouts[index + 1] = both
-                return len(before), both.text
+            if begin is None and (continued := self._continued(before, after, index, marks, tools)) is not None:
+                layouts[index + 1] = continued
+                return len(before), continued.text
             if begin is None:
                 remedy = self._thinking.remedy(messages[: index + 1], tools) or _ANOTHER
                 raise MalformedError(
@@ -262,8 +262,8 @@ class ChatTemplate:
         for at in range(len(messages)):
             self._refuse_ignored(messages, at, keys[at], tools)
         for number, text in enumerate(texts):
-            at, others = text.message, REASONING if text.key in REASONING else ()
-            if number in kept or not keys[at].isdisjoint(others):
+            at, synonyms = text.message, REASONING if text.key in REASONING else ()
+            if number in kept or not keys[at].isdisjoint(synonyms):
                 continue
             near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
             if text.key == "content" or (near and all(missing_word(text.value, around) for around in near)):
@@ -285,7 +285,7 @@ class ChatTemplate:
         if thinks and self._is_same(messages, at, message | {"content": answer}, tools):
             raise _left_out(f"the text before </think> in message {at + 1}")
 
-    def _is_same(self, messages: Messages, at: int, other: dict[str, Any], tools: Tools) -> bool:
+    def _is_same(self, messages: Messages, at: int, replacement: dict[str, Any], tools: Tools) -> bool:
         """Return whether the template writes the same with another message at the index `at`.
 
         Without `{% generation %}` markers the chat is cut after the assistant's next turn, as `_turns` cuts it.
@@ -293,7 +293,7 @@ class ChatTemplate:
         turns = (end for end, message in enumerate(messages, 1) if end > at and message["role"] == "assistant")
         end = len(messages) if self._has_markers else next(turns, len(messages))
         written, _ = self._render(messages[:end], tools)
-        changed = self._tried([*messages[:at], other, *messages[at + 1 : end]], tools)
+        changed = self._tried([*messages[:at], replacement, *messages[at + 1 : end]], tools)
         return changed == written
 
     def _tried(self, messages: Messages, tools: Tools) -> str | None:

@@ -132,7 +132,7 @@ class Layout:
             for number in begins.keys() & ends.keys()
             if missing_word(texts[number].value, plain[begins[number] : ends[number]].casefold()) is None
         )
-        flat = [position for _, both in sorted(bounds.items()) for position in both]
+        flat = [position for _, bound in sorted(bounds.items()) for position in bound]
         in_order = plain == text and flat == sorted(flat)
         return cls(text, kept, bounds if in_order else {})
 
@@ -140,9 +140,9 @@ class Layout:
     def _order(self) -> dict[int, tuple[int, int]]:
         """Index of a message -> end of the text before it that has marks, and begin of that after it."""
         at, order = sorted(self.bounds), {}
-        for place, index in enumerate(at):
-            before = self.bounds[at[place - 1]][1] if place else 0
-            order[index] = before, self.bounds[at[place + 1]][0] if place + 1 < len(at) else len(self.text)
+        for position, index in enumerate(at):
+            before = self.bounds[at[position - 1]][1] if position else 0
+            order[index] = before, self.bounds[at[position + 1]][0] if position + 1 < len(at) else len(self.text)
         return order
 
     def around(self, index: int) -> tuple[tuple[int, int], tuple[int, int]] | None:

@@ -53,14 +53,14 @@ def _checked_call(value: object, where: str) -> dict[str, Any]:
         function = {key: given for key, given in call.items() if key not in _OF_CALL}
     name = _checked_name(function, where)
     names = [key for key in _ARGUMENTS if function.get(key) is not None]
-    others = {key: given for key, given in function.items() if key not in ("name", *_ARGUMENTS) and given is not None}
-    if len(names) > 1 or (others and not any(key in function for key in _ARGUMENTS)):
-        raise MalformedError(f"{where} has {' and '.join(names or others)}; write its arguments as arguments")
+    extra = {key: given for key, given in function.items() if key not in ("name", *_ARGUMENTS) and given is not None}
+    if len(names) > 1 or (extra and not any(key in function for key in _ARGUMENTS)):
+        raise MalformedError(f"{where} has {' and '.join(names or extra)}; write its arguments as arguments")
     arguments = function[names[0]] if names else {}
     if isinstance(arguments, str) and not arguments.strip():
         arguments = {}
     arguments = checked_object(arguments, f"arguments of {where}")
-    return beside | {"function": {"name": name, "arguments": arguments, **others}}
+    return beside | {"function": {"name": name, "arguments": arguments, **extra}}
 
 
 def checked_tools(value: object) -> list[dict[str, Any]] | None:
@@ -129,9 +129,9 @@ def fitted(messages: Messages, render: Render) -> Messages:
             else message
             for message in as_objects
         ]
-        other = tried(render, as_text)
-        if other is not None and text in other and (written is None or written.count(python) > other.count(python)):
-            fit, written = as_text, other
+        quoted = tried(render, as_text)
+        if quoted is not None and text in quoted and (written is None or written.count(python) > quoted.count(python)):
+            fit, written = as_text, quoted
     if written is None:
         return as_objects  # the template refuses these again, in its own words
     if _NO_ID in written:
@@ -180,16 +180,16 @@ def _linked(messages: Messages) -> Messages:
             continue
         given = [call.get("id") for call in message["tool_calls"]]
         calls: list[dict[str, Any]] = []
-        follows = True  # whether there are only results between the message and the one at `place`
-        for place, call in enumerate(message["tool_calls"], at + 1):
-            result = messages[place] if place < len(messages) else {}
+        follows = True  # whether there are only results between the message and the one at `index`
+        for index, call in enumerate(message["tool_calls"], at + 1):
+            result = messages[index] if index < len(messages) else {}
             follows = follows and result.get("role") == "tool"
             answers = follows and result.get("name") in (None, call["function"]["name"])
             named = result.get("tool_call_id") if answers else None
             id = call.get("id") or (named if named not in given else None) or f"{_NO_ID}{at}-{len(calls)}"
             calls.append({**call, "id": id})
             if answers and not named:
-                linked[place] = {**result, "tool_call_id": id}
+                linked[index] = {**result, "tool_call_id": id}
         linked[at] = {**message, "tool_calls": calls}
     return linked
 

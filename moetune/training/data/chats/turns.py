@@ -55,8 +55,8 @@ class TurnFinder:
         if not self._text.startswith(chat):
             return None
         if kind is not None and kind not in self._known:
-            places, others = self._places(index), self._places(self._alike[kind][0])
-            self._known[kind] = places if places == others else None
+            places, of_first = self._places(index), self._places(self._alike[kind][0])
+            self._known[kind] = places if places == of_first else None
         return begin, len(chat)
 
     def _places(self, index: int) -> tuple[int, int] | None:
@@ -86,9 +86,9 @@ class _Gap:
             return None
         return position - self._low - sum(high - low - 1 for low, high in self._varying if high <= position)
 
-    def position(self, place: int) -> int:
-        """Return where a place in `key` is in the text."""
-        position = self._low + place
+    def position(self, offset: int) -> int:
+        """Return where an offset in `key` is in the text."""
+        position = self._low + offset
         for low, high in self._varying:
             position += high - low - 1 if low < position else 0
         return position
@@ -103,4 +103,4 @@ def _ids(messages: Messages) -> list[str]:
     """Return the ids of tool calls in messages, the longest first."""
     holders = [*messages, *(call for message in messages for call in message.get("tool_calls") or ())]
     ids = {holder.get(key) for holder in holders for key in ("id", "tool_call_id")}
-    return sorted((found for found in ids if isinstance(found, str) and found), key=len, reverse=True)
+    return sorted((id for id in ids if isinstance(id, str) and id), key=len, reverse=True)

@@ -78,7 +78,7 @@ def files_of_split(
     splits = _splits(spec, [name for name in names if name.startswith(card.folder)], card)
     chosen = choose_split(spec, splits, split, held_out)
     read = splits[chosen]
-    split_of = {name: other for other, found in splits.items() for name in found}
+    split_of = {name: owner for owner, members in splits.items() for name in members}
     rest = [
         f"{name} (split {split_of[name]})" if name in split_of else name
         for name in everything
@@ -101,7 +101,7 @@ def _splits(spec: str, names: list[str], card: _Card) -> dict[str, list[str]]:
     inside = [name.removeprefix(card.folder) for name in names]
     if card.patterns is not None:
         splits = {split: _matching(inside, globs) for split, globs in card.patterns.items()}
-        if empty := [split for split, found in splits.items() if not found]:
+        if empty := [split for split, members in splits.items() if not members]:
             where = ", ".join(card.patterns[empty[0]])
             raise UserError(f"README.md of {spec!r} says that split {empty[0]!r} is {where}, and no such file is there")
     else:
@@ -116,11 +116,11 @@ def _splits(spec: str, names: list[str], card: _Card) -> dict[str, list[str]]:
         for patterns in orders:
             if "train" in splits:
                 break
-            left = [name for name in inside if not any(name in found for found in splits.values())]
+            left = [name for name in inside if not any(name in members for members in splits.values())]
             for split, globs in patterns.items():
-                if found := _matching(left, globs):
-                    splits.setdefault(str(split), []).extend(found)
-    return {split: [card.folder + name for name in found] for split, found in splits.items()}
+                if members := _matching(left, globs):
+                    splits.setdefault(str(split), []).extend(members)
+    return {split: [card.folder + name for name in members] for split, members in splits.items()}
 
 
 def _matching(names: Iterable[str], globs: Iterable[str]) -> list[str]:
@@ -158,8 +158,8 @@ def _card(spec: str, folder: Path, config: str | None) -> _Card:
             f"declares {known}); write {spec}:CONFIGURATION:SPLIT"
         )
     settings: dict[str, Any] = configs[name]
-    if other := settings.keys() - _HARMLESS:
-        key = min(other)
+    if unread := settings.keys() - _HARMLESS:
+        key = min(unread)
         raise UserError(
             f"README.md of {spec!r} says to read its files with {key}: {shown(settings[key])}, which is not done here; "
             "convert them to JSON lines, or name a file"

@@ -40,8 +40,8 @@ def json_source(name: str, path: Path, split: str | None, held_out: bool, note: 
         whole = _object(name, path, first, is_only) if first.startswith(b"{") else {}
     except (ValueError, RecursionError) as error:
         is_more = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
-        more = "the record goes on in the next line; write each on a line of its own, as `jq -c .` does"
-        return Source(name, "record", [Row(1, problem=more if is_more else _not_json(error))])
+        goes_on = "the record goes on in the next line; write each on a line of its own, as `jq -c .` does"
+        return Source(name, "record", [Row(1, problem=goes_on if is_more else _not_json(error))])
     lists = [
         key for key, value in whole.items() if isinstance(value, list) and any(isinstance(item, dict) for item in value)
     ]
@@ -51,8 +51,8 @@ def json_source(name: str, path: Path, split: str | None, held_out: bool, note: 
         choose_split(name, ["train"], split, held_out)
         return Source(name, "line", [Row(1, whole)] if whole and not is_only else _json_rows(opened(path, name)))
     chosen = choose_split(name, lists, split, held_out)
-    if others := [key for key in whole if key != chosen]:
-        note(f"{name!r}: the list {shown(chosen)} is read; passed over: {', '.join(map(shown, others))}")
+    if passed_over := [key for key in whole if key != chosen]:
+        note(f"{name!r}: the list {shown(chosen)} is read; passed over: {', '.join(map(shown, passed_over))}")
     return Source(name, "record", [Row(number, record) for number, record in enumerate(whole[chosen], 1)])
 
 
@@ -84,17 +84,17 @@ def _array_rows(name: str, path: Path) -> Iterator[Row]:
     number = 0
     try:
         text = _text(name, path)
-        place = _BEFORE.match(text)
-        mark = place[1] or "," if place else ""
-        while place and mark == ",":
-            value, end = UNIQUE_KEYS.raw_decode(text, place.end())
+        match = _BEFORE.match(text)
+        mark = match[1] or "," if match else ""
+        while match and mark == ",":
+            value, end = UNIQUE_KEYS.raw_decode(text, match.end())
             number += 1
             yield Row(number, value)
-            place = _BETWEEN.match(text, end)
-            mark = place[1] if place else ""
-        if place and (mark != "]" or place.end() < len(text)):
+            match = _BETWEEN.match(text, end)
+            mark = match[1] if match else ""
+        if match and (mark != "]" or match.end() < len(text)):
             what = "Extra data" if mark == "]" else "Expecting ',' delimiter"
-            raise json.JSONDecodeError(what, text, place.end())
+            raise json.JSONDecodeError(what, text, match.end())
     except (ValueError, RecursionError) as error:
         yield Row(number + 1, problem=_not_json(error))
 

@@ -53,9 +53,9 @@ def chosen(spec: str, folder: Path, known: Mapping[str, Entry], name: str | None
             f"{spec}:NAME"
         )
     for key, entry in usable.items():
-        if other := entry.keys() - _APPLIED:
+        if unread := entry.keys() - _APPLIED:
             raise UserError(
-                f"dataset_info.json of {spec!r} sets {', '.join(sorted(other))} for {key!r}, which is not applied; "
+                f"dataset_info.json of {spec!r} sets {', '.join(sorted(unread))} for {key!r}, which is not applied; "
                 f"name the file {entry['file_name']} itself, or another data set: {spec}:NAME"
             )
     if rest := [key for key in known if key not in usable]:
