@@ -193,9 +193,11 @@ def pack_modelopt(of: Tensor, algorithm: str = "FP8") -> Packed:
     from modelopt.torch.quantization.qtensor.mxfp8_tensor import MXFP8QTensor
 
     kind = MXFP8QTensor if algorithm == "MXFP8" else FP8QTensor
-    packed, scale = kind.quantize(of, **({"axis": 0} if algorithm.startswith("FP8_") else {}))
-    expected = packed.dequantize(dtype=of.dtype, scale=scale)
+    blocks: dict[str, Any] = {"block_sizes": {-1: 128, -2: 128}} if algorithm.startswith("fp8_pb") else {}
+    packed, scale = kind.quantize(of, **({"axis": 0} if algorithm.startswith("FP8_") else blocks))
+    expected = packed.dequantize(dtype=of.dtype, scale=scale, **blocks)
     scale = scale.squeeze(-1) if algorithm.startswith("FP8_") else scale
+    scale = scale[:, None, :, None] if algorithm == "fp8_pb_wo" else scale  # as its calibration has the amax
     parts = {"weight": packed._quantized_data, "weight_scale": scale}
     return {"quant_method": "modelopt", "quant_algo": algorithm}, {**parts, "expected": expected}
 
@@ -205,6 +207,7 @@ def modelopt() -> Iterator[Case]:
     yield "fp8_channel", *pack_modelopt(weight(9, 45, torch.float32), "FP8_PER_CHANNEL_PER_TOKEN")
     yield "mxfp8", *pack_modelopt(weight(9, 96), "MXFP8")
     yield "mxfp8_zero", *pack_modelopt(torch.zeros(8, 64).bfloat16(), "MXFP8")
+    yield "fp8_blocks", *pack_modelopt(weight(140, 45, torch.float32), "fp8_pb_wo")
 
 
 def transformers() -> Iterator[Case]:

@@ -19,6 +19,7 @@ from moetune.adapt.guard import checked
 from moetune.adapt.layers.norms import fuse_norms
 from moetune.adapt.layers.rotary import fuse_rotary
 from moetune.adapt.layers.routers import fuse_routers
+from moetune.adapt.layers.table import keep_on_host
 from moetune.adapt.lora import add_lora
 from moetune.adapt.merged import round_linears
 from moetune.adapt.packages import leave_out_broken_packages
@@ -154,6 +155,8 @@ def build(
     config, structure, selection = run.config, run.structure, run.selection
     model = copy.deepcopy(run.model.plain)
     set_attention(model.config, attention_for(config, run.model.plain, device, capability))
+    for path in run.tables_on_host:
+        keep_on_host(model.get_submodule(path))
     dense = DenseWeights(run.router_scores) if config.train.dense_router_gradient else None
     context = replace(_context(run, ranks, device, dense), capability=capability)
 
@@ -211,7 +214,7 @@ def build(
     for layer in structure.moe_layers:
         model.get_submodule(layer.experts).requires_grad_()
     refuse_unquantized(model, run)
-    refuse_misplaced(model, config.model, device)
+    refuse_misplaced(model, device)
     checkpoint_layers(model, run, device)
     for layer in structure.moe_layers:
         if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would lose small updates

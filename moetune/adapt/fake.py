@@ -15,9 +15,9 @@ from moetune.adapt.attention import Capability
 from moetune.adapt.build import Adapted, build
 from moetune.compat.bitsandbytes import Linear4bit
 from moetune.compat.fake_mode import add_missing_fakes
+from moetune.compat.torch import HostModule
 from moetune.compat.transformers import fix_rotary_length
 from moetune.experts.host import mark_on_host
-from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.nf4 import Nf4
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks, local_tensor
@@ -46,7 +46,7 @@ def build_fake(
                 for name, tensor in own.items():
                     if tensor is not None and tensor.is_meta:
                         own[name] = memo.setdefault(tensor, _fake(tensor))
-                        if isinstance(module, QuantizedExperts) and module.on_host:
+                        if isinstance(module, HostModule) and name in module.names_on_host():
                             mark_on_host(own[name])
     distribute(adapted.model, adapted.structure, adapted.ranks)  # not in `mode`: device meshes are real tensors
     return adapted

@@ -8,10 +8,10 @@ A scan allocates the same storages in the same order whenever its inputs have th
 each: it takes the place of `Runner.run`.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moetune.adapt.documents import modules_with_state
 from moetune.compat.transformers import scans_of
+from moetune.kernels.runner import Outputs, Runner
 from moetune.models.stack import decoder_layers
-
-Outputs: TypeAlias = Sequence[Tensor | None]
-Run: TypeAlias = Callable[[Hashable, Callable[[Sequence[Tensor]], Outputs], Sequence[Tensor]], Outputs]
-"""(key, function, tensors) -> what the function returns for the tensors. The key is equal for calls that allocate the
-same storages if their tensors have equal shapes, strides, dtypes and devices."""
-
-
-class Runner:
-    """How the functions of scans are run; `run` calls them, unless `running_by` replaces it."""
-
-    run: Run = staticmethod(lambda key, function, tensors: function(tensors))
-
-
-@contextmanager
-def running_by(run: Run) -> Iterator[None]:
-    """Let `run` call the functions of scans within the `with` block."""
-    before = Runner.run
-    Runner.run = staticmethod(run)
-    try:
-        yield
-    finally:
-        Runner.run = staticmethod(before)
 
 
 class _Scanning(nn.Module):

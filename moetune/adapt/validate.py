@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moetune.compat.bitsandbytes import Linear4bit
-from moetune.config.resolved import ResolvedModelConfig
+from moetune.compat.torch import HostModule
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host
@@ -39,24 +39,25 @@ def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
             raise UserError(f"{path}: should be stored as {storage} and is not")
 
 
-def refuse_misplaced(model: PreTrainedModel, config: ResolvedModelConfig, device: torch.device) -> None:
+def refuse_misplaced(model: PreTrainedModel, device: torch.device) -> None:
     """Raise `UserError` naming the first tensor that is not where the run file says.
 
-    All tensors must be on `device`, except that quantized experts under `model.experts_on: host` must be in host
-    memory, and pinned if the device is a GPU. This catches placements by size, such as `device_map="auto"`, which put
-    the last layers on the host and move them to the GPU and back in every step.
+    All tensors must be on `device`, except that those under `model.experts_on: host` and `embeddings_on: host` must be
+    in host memory, and pinned if the device is a GPU. This catches placements by size, such as `device_map="auto"`,
+    which put the last layers on the host and move them to the GPU and back in every step.
     """
-    by_design = set()
+    by_design = dict[str, str]()
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedExperts) and module.on_host:
-            by_design |= {f"{path}.{name}" for name, _ in module.named_buffers()}
+        if isinstance(module, HostModule):
+            key = "experts_on" if isinstance(module, QuantizedExperts) else "embeddings_on"
+            by_design |= {f"{path}.{name}": f"model.{key}: host" for name in module.names_on_host()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kind = "trains" if tensor.requires_grad else "is frozen"
         if name in by_design:
             if not tensor.is_meta and not (tensor.device.type == "cpu" and stays_on_host(tensor)):
-                raise UserError(f"model.experts_on: {config.experts_on}, but {name} is on {tensor.device}")
+                raise UserError(f"{by_design[name]}, but {name} is on {tensor.device}")
             if device.type == "cuda" and tensor.numel() and not tensor.is_pinned():
-                raise UserError(f"model.experts_on: {config.experts_on}, but {name} is not in pinned memory")
+                raise UserError(f"{by_design[name]}, but {name} is not in pinned memory")
         elif tensor.device.type != device.type or stays_on_host(tensor):
             where = "the host" if stays_on_host(tensor) else tensor.device
             raise UserError(f"{name} {kind} and should be on {device}; it is on {where}")

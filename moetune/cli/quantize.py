@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetune.cli import options as cli
-from moetune.config.load import parse, read_run_config, refuse_missing
+from moetune.config.load import load_run_config, parse, read_run_config, refuse_missing
 from moetune.config.memory_size import HOW_TO_WRITE_A_SIZE, parse_size
-from moetune.errors import UserError, counted
+from moetune.errors import DoesNotFit, UserError, counted
 from moetune.report.console import terminal
 
 if TYPE_CHECKING:
@@ -41,7 +41,11 @@ def quantize(
         str | None, cli.option("DATA", "Write nothing: measure on these data what each layer's rounding costs.")
     ] = None,
     budget: Annotated[
-        str | None, cli.option("SIZE", "With --measure: say what to leave in 16 bits with this much more memory.")
+        str | None,
+        cli.option(
+            "SIZE|RUN.yaml",
+            "With --measure: say what to leave in 16 bits with this much more memory, or what a run leaves free.",
+        ),
     ] = None,
     tokens: Annotated[int, cli.number("With --measure: tokens to read.", metavar="N")] = 32_768,
     sequence_length: Annotated[
@@ -60,14 +64,17 @@ def quantize(
         cli.refuse_given(context, "is for writing; leave it out with --measure", "out", "overwrite", "predict")
         if base.startswith("{"):
             raise UserError(f"--base {base!r}: --measure rounds to one format; give its name")
-        if budget is not None and (parse_size(budget) or 0) <= 0:
-            raise UserError(f"--budget {budget!r} is no size above zero. {HOW_TO_WRITE_A_SIZE}")
+        storage = "nf4" if base == "auto" else base
+        is_run = budget is not None and Path(budget).is_file()
+        if budget is not None and not is_run and (parse_size(budget) or 0) <= 0:
+            raise UserError(f"--budget {budget!r} is no size above zero, and no run file. {HOW_TO_WRITE_A_SIZE}")
         refuse_missing([measure])
+        left = _left_by(str(budget), storage) if is_run else parse_size(budget or "")
         with cli.heavy_imports():
             from moetune.inference.rounding import measure as measured
 
-        how: dict[str, Any] = {"storage": "nf4" if base == "auto" else base, "double_quant": double_quant is not False}
-        how |= {"budget": parse_size(budget or ""), "tokens": tokens, "sequence_length": sequence_length}
+        how: dict[str, Any] = {"storage": storage, "double_quant": double_quant is not False}
+        how |= {"budget": left, "tokens": tokens, "sequence_length": sequence_length}
         result = measured(model, measure, format=format_, **how)
         cli.answer(json_, result.to_json(), *_shown(result))
         return
@@ -100,6 +107,20 @@ def quantize(
         written = write_base(resolved, out, on_read, overwrite=overwrite)
     files = counted(written["files"], "file")
     cli.answer(json_, {"out": str(out), **written}, f"{out}: {written['bytes']:,} bytes in {files}")
+
+
+def _left_by(file: str, storage: str) -> int:
+    """Return the bytes that a run whose base is all in `storage` surely leaves free of its GPU; raise `UserError` if
+    the run file names no GPU, `DoesNotFit` if there are none."""
+    with cli.heavy_imports():
+        from moetune.planning.predict import predict
+
+    report = predict(load_run_config(file, (f"model.base={storage}",)), advise=False)
+    if report.gpu is None:
+        raise UserError(f"--budget: {file!r} names no GPU; set hardware.gpu there, or give a size")
+    if report.least_headroom <= 0:
+        raise DoesNotFit(f"--budget: {file!r} leaves nothing of {report.gpu.name} free")
+    return report.least_headroom
 
 
 def _shown(result: Rounding) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,18 +22,36 @@ __all__ = ["unset_fake_temporarily"]
 
 
 class HostModule(nn.Module):
-    """A module whose tensors `to`, `cuda`, `half` and their like leave where they are while `on_host` is true.
+    """A module some of whose buffers `to`, `cuda`, `half` and their like leave where they are, in host memory.
 
-    `nn.Module` has no public way to exempt a module: all of these call the private `_apply` of each submodule.
+    `nn.Module` has no public way to exempt a tensor: all of these call the private `_apply` of each submodule.
     """
 
-    @property
-    def on_host(self) -> bool:
-        """Whether the tensors stay in host memory now; subclasses define it."""
+    def names_on_host(self) -> Collection[str]:
+        """Return the names of the module's own buffers that stay in host memory; subclasses define it."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HostModule":
-        return self if self.on_host else super()._apply(fn, recurse)
+        with without_host_tensors([self]):
+            return super()._apply(fn, recurse)
+
+
+@contextmanager
+def without_host_tensors(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Take the buffers that stay in host memory (`HostModule`) out of the modules within the `with` block.
+
+    FSDP2 too moves all buffers of what it shards to its device.
+    """
+    left = [
+        (module, {name: module._buffers.pop(name) for name in module.names_on_host()})
+        for module in modules
+        if isinstance(module, HostModule)
+    ]
+    try:
+        yield
+    finally:
+        for module, buffers in left:
+            module._buffers.update(buffers)
 
 
 def varlen_forward(

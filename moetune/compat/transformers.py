@@ -162,6 +162,13 @@ def reads_weight(owner: nn.Module, linear: str, *, or_its_dtype: bool = False) -
     return _has(_kinds(owner), rf"\bself\.{linear}\.weight\b{unless}")
 
 
+def looks_up(embedding: nn.Embedding) -> bool:
+    """Return whether an embedding's forward is `nn.Embedding`'s, or its source code calls that and reads of its weight
+    the dtype alone."""
+    kinds = _kinds(embedding)
+    return not kinds or (_has(kinds, r"super\(\)\.forward\(") and not _has(kinds, r"\bself\.weight\b(?!\.dtype)"))
+
+
 _STATE = re.compile(r"\.(get|set|update)_(conv_state|recurrent_state|linear_cache)\(")
 """Methods of transformers' caches that read and write a state which is not that of attention."""
 

@@ -14,6 +14,7 @@ from moetune.config.schema import Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
 from moetune.formats.rounding import Rounding
 from moetune.formats.table import format_of
+from moetune.kernels.runner import Runner
 
 
 class QuantizedExperts(HostModule):
@@ -67,6 +68,9 @@ class QuantizedExperts(HostModule):
     def on_host(self) -> bool:
         """Whether the buffers stay in host memory."""
         return self.prefetcher is not None
+
+    def names_on_host(self) -> list[str]:
+        return [*self._buffers] if self.on_host else []
 
     def is_table(self, name: str) -> bool:
         """Return whether the buffer with the last part of `name` is one that all matrices share."""
@@ -130,7 +134,9 @@ class QuantizedExperts(HostModule):
             return weight
 
         count = which.stop - which.start
-        return rounding.rounded(map(exact, range(count)), count, dtype, pieces=self.pieces, stored=stored)
+        return rounding.rounded(
+            map(exact, Runner.each(count, stored["data"])), count, dtype, pieces=self.pieces, stored=stored
+        )
 
     def _rows(self, which: slice) -> Mapping[str, Tensor]:
         """Return the rows of the buffers that hold the matrices of a slice, and the tables."""

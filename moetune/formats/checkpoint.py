@@ -49,7 +49,7 @@ def open_checkpoint(folder: Path) -> dict[str, Stored]:
             continue
         with reading(f"{name!r} in {str(folder)!r}"):
             of_parts = {part: stored[its] for part, its in parts.items()}
-            if "blocks" not in parts and any(len(part.shape) > 2 for part in of_parts.values()):
+            if "blocks" not in parts and any(len(part.shape) == 3 for part in of_parts.values()):
                 raise ValueError("a stack of matrices is read in MXFP4 alone")
             read = [one for layout in _LAYOUTS if (one := layout.opened(of_parts)) is not None]
             require(len(read) == 1 and all(len(parts.keys() & either) < 2 for either in _EITHER), of_parts)

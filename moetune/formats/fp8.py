@@ -80,7 +80,7 @@ class StoredFp8(Quantized):
         if scales is None or weight is None or weight.dtype != "F8_E4M3":
             return None
         rows, columns = weight.shape
-        match scales.shape:
+        match scales.shape[::2] if len(scales.shape) == 4 else scales.shape:  # ModelOpt's of blocks: [r, 1, c, 1]
             case () | (1,) | (1, 1):
                 block = rows, columns
             case (count,) | (count, 1) if count == rows:
@@ -133,7 +133,7 @@ class StoredFp8(Quantized):
     def as_parts(self, rows: Rows) -> dict[str, Tensor]:
         part, scales = self.parts[self.scales], rows["scales"]
         if part.dtype not in _POWERS:
-            return {self.scales: scales}
+            return {self.scales: scales.view(part.shape)}
         powers = scales if self.is_mx else scales.to(torch.float8_e8m0fnu)
         if not self.is_mx and not powers.float().equal(scales):
             raise UserError(
@@ -155,6 +155,8 @@ class StoredFp8(Quantized):
 def _block(settings: Settings) -> tuple[int, int] | None:
     """Return the rows and columns of a block from settings, None if they have none; raise `UserError` if they are no
     two numbers."""
+    if _of_modelopt(settings) == "fp8":
+        return FP8_BLOCK, FP8_BLOCK
     scheme = None if settings.get("weight_block_size") else scheme_of(settings)
     size = settings.get("weight_block_size") if scheme is None else scheme.weights.get("block_structure")
     match size:
@@ -275,9 +277,7 @@ def _published(method: str, settings: Settings) -> Storage | Literal[""] | None:
     if method == "fbgemm_fp8":
         return "fp8-row"
     if method == "modelopt":
-        return {"FP8": "fp8-tensor", "FP8_PER_CHANNEL_PER_TOKEN": "fp8-row", "MXFP8": "mxfp8"}.get(
-            str(settings.get("quant_algo"))
-        )  # type: ignore[return-value]
+        return _of_modelopt(settings)
     if method == "compressed-tensors":
         return _of_scheme(scheme_of(settings))
     if method != "fp8" or settings.get("expert_dtype") == "fp4" or "e4m3" not in str(settings.get("fmt", "e4m3")):
@@ -286,6 +286,16 @@ def _published(method: str, settings: Settings) -> Storage | Literal[""] | None:
     if block is None:
         return "fp8-tensor"
     return "mxfp8" if block == (1, MX_BLOCK) else "fp8" if block == (FP8_BLOCK, FP8_BLOCK) else ""
+
+
+def _of_modelopt(settings: Settings) -> Storage | None:
+    """Return the format of one of ModelOpt's algorithms, whose names it writes in capitals, those of blocks in small
+    letters; None if it is none of FP8."""
+    names: dict[str, Storage] = {
+        "FP8": "fp8-tensor", "FP8_PER_CHANNEL_PER_TOKEN": "fp8-row", "FP8_PB_WO": "fp8", "FP8_PB_REAL": "fp8",
+        "MXFP8": "mxfp8",
+    }  # fmt: skip
+    return names.get(str(settings.get("quant_algo")).upper())
 
 
 def _of_scheme(scheme: Scheme | None) -> Storage | None:

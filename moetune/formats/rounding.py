@@ -71,7 +71,8 @@ class Rounding:
         """
         rows: dict[str, Tensor] = {}
         tables = self.format.tables()
-        for index, weight in enumerate(weights):
+        index = 0
+        for weight in weights:  # not by `enumerate`, which holds a weight until it has the next
             shape = len(weight) // pieces, weight.shape[1]
             if not index:
                 sizes = self.format.buffers(count * pieces, shape).items()
@@ -82,7 +83,8 @@ class Rounding:
             for number in range(pieces):
                 row = {name: of_all[index * pieces + number] for name, of_all in rows.items() if name not in tables}
                 self.format.quantize(weight[number * shape[0] :][: shape[0]], row, largest, self.keep)
-            del weight
+            del weight, largest
+            index += 1
         return self.format.dequantize(rows, shape, dtype).view(count, -1, shape[1])
 
 

@@ -6,12 +6,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from moetune.config.resolved import ResolvedBase, ResolvedBaseConfig, resolved
+from moetune.config.resolved import ResolvedBase, ResolvedBaseConfig, ResolvedModelConfig, resolved
 from moetune.config.schema import BaseConfig, ModelConfig, Storage
 from moetune.errors import UserError, shown
 from moetune.json_files import read_json
@@ -100,12 +101,37 @@ class SourceQuantization:
         alike = config.double_quant == self.double_quant or "nf4" not in config.storages
         return self.gate_up_apart and alike and (isinstance(self.base, BaseConfig) or self.base in config.storages)
 
-    def leaves_out(self, path: str, storage: Storage) -> bool:
-        """Return whether a `storage` of the module at `path` keeps the published format, in which it is in 16 bits."""
+    def leaves_out(self, storage: Storage, *paths: str) -> bool:
+        """Return whether a `storage` of the module at `paths`, as model and checkpoints name it, keeps the published
+        format, in which it is in 16 bits."""
         if storage != (self.among or self.base):
             return False
-        is_in = not self.only or any(_names(pattern, path) for pattern in self.only)
-        return not is_in or any(_names(pattern, path) for pattern in self.left_out)
+        is_in = not self.only or any(_names(*one) for one in product(self.only, paths))
+        return not is_in or any(_names(*one) for one in product(self.left_out, paths))
+
+    def experts_as_published(
+        self, config: ResolvedModelConfig, experts: Mapping[int, list[str]]
+    ) -> ResolvedModelConfig:
+        """Return the `model:` section with bf16 for the experts of the layers that are published in 16 bits, unless it
+        has another format for them than the published one.
+
+        `experts` maps a layer to the paths of an expert's matrices. Linear layers are left out by `leaves_out`.
+        """
+        base: Any = config.base
+        if not isinstance(base, BaseConfig):
+            base = ResolvedBaseConfig(default=base)
+        left = [
+            layer
+            for layer, paths in experts.items()
+            if not isinstance(base.layers.get(layer), str)
+            and all(self.leaves_out(config.storage_of("experts", layer), path) for path in paths)
+        ]
+        if not left:
+            return config
+        change: dict[str, Any] = {"parts": {**base.parts, "experts": "bf16"}}
+        if len(left) < len(experts):
+            change = {"layers": base.layers | {n: {**base.layers.get(n, {}), "experts": "bf16"} for n in left}}
+        return config.model_copy(update={"base": resolved(ResolvedBaseConfig, base, **change)})
 
 
 def _names(pattern: str, path: str) -> bool:
@@ -202,7 +228,7 @@ def changes_weights(settings: Settings) -> str | None:
 def has_activations(settings: Settings) -> bool:
     """Return whether settings say, at whatever depth, that activations are quantized."""
     if settings.get("act_bits", 16) != 16 or any(
-        settings.get(key) and "A16" not in str(settings[key]) for key in _OF_ACTIVATIONS
+        settings.get(key) and not re.search("A16|_WO$", str(settings[key]), re.IGNORECASE) for key in _OF_ACTIVATIONS
     ):
         return True
     return any(isinstance(value, Mapping) and has_activations(value) for value in settings.values())

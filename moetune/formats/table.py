@@ -64,5 +64,6 @@ def _quantization(key: str, raw: Any) -> SourceQuantization:
     if (setting := changes_weights(settings)) is not None:
         return SourceQuantization(f"{name} with {setting}", is_read=False)
     of_formats = (format.published(name, settings) for format in FORMATS.values())
-    how = next(filter(None, of_formats), SourceQuantization(name, is_read=False))
+    unread = " ".join(filter(None, (name, str(settings.get("quant_algo") or ""))))  # ModelOpt's algorithm
+    how = next(filter(None, of_formats), SourceQuantization(unread, is_read=False))
     return replace(how, has_activations=has_activations(settings))

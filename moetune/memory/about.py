@@ -31,7 +31,7 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
     layout = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     return (
         ("trains", "; ".join(trains(run))),
-        ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
+        ("base", base + "".join(f", {what} on the host" for what in _on_host(run))),
         ("attention", attention_in_words(config, run.model.plain, capability)),
         ("batch", f"{step}, checkpointing {checkpointing(run)}{_experts_at_once(run)}{in_order}"),
         *([("router gradient", "dense, through all experts")] if train.dense_router_gradient else []),
@@ -40,6 +40,12 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
         *([("stages", stages(run))] if config.parallel.pp > 1 else []),
         ("moetune", version()),
     )
+
+
+def _on_host(run: ResolvedRun) -> list[str]:
+    """Return what of the frozen weights is kept in host memory."""
+    experts = ["experts"] if run.config.model.experts_on == "host" else []
+    return [*experts, *(path.rpartition(".")[2] for path in run.tables_on_host)]
 
 
 def base_in_words(model: ResolvedModelConfig) -> str:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from moetune.adapt.documents import layers_with_state
@@ -52,6 +53,7 @@ def predict_memory(
     allocator: Allocator | None = None,
     simulated: bool = True,
     tracing: Tracing = trace,
+    unsimulated: Callable[[AssumedRouting], MemoryReport] | None = None,
 ) -> MemoryReport:
     """Predict the peak memory of a run and the time of a step, by a trace. Needs no weights, no data and no GPU.
 
@@ -68,6 +70,8 @@ def predict_memory(
         simulated: whether the allocator is simulated. No verdict depends on it: else the reserved bytes are those
             allocated, rounded up to pages.
         tracing: function that makes the traces; replaces `trace`.
+        unsimulated: predicts the run with another routing, without simulating the allocator, for the report's `span`;
+            None: by this function.
 
     Raises:
         UserError: as `resolve`; the run cannot be trained or predicted; the GPU is unknown; or a DeepSpeed run is to be
@@ -103,20 +107,19 @@ def predict_memory(
 
     card_of = [cards[Coordinates.of(config.parallel, rank).pp % len(cards)] for rank in range(config.parallel.ranks)]
 
-    def traced(assumed: AssumedRouting) -> dict[int, Trace]:
-        # one trace for all ranks that need equal memory; which experts a rank has matters where some receive more
-        kinds = kinds_of_ranks(run, by_expert=assumed != BALANCED)
-        of_kind: dict[Hashable, Trace] = {}
-        for rank, kind in enumerate(kinds):
-            if kind not in of_kind:
-                of_kind[kind] = tracing(run, assumed, rank=rank, gpu=card_of[rank])
-        return {rank: of_kind[kind] for rank, kind in enumerate(kinds)}
-
-    by_rank = traced(routing)
+    # one trace for all ranks that need equal memory; which experts a rank has matters where some receive more
+    kinds = kinds_of_ranks(run, by_expert=routing != BALANCED)
+    quick = partial(tracing, simulated=False) if tracing is trace and not simulated else tracing
+    of_kind: dict[Hashable, Trace] = {}
+    for rank, kind in enumerate(kinds):
+        if kind not in of_kind:
+            of_kind[kind] = quick(run, routing, rank=rank, gpu=card_of[rank])
+    by_rank = {rank: of_kind[kind] for rank, kind in enumerate(kinds)}
     allocator = (allocator or allocator_here("expandable")) if simulated else None
     report = _reported(run, card_of, by_rank, allocator, common)
     if run.structure.moe_layers:
-        report = replace(report, unknowns=(*_of_routing(routing, by_rank, report, traced), *report.unknowns))
+        same_run = unsimulated or partial(_for_routing, run, gpu=gpu, simulated=False, tracing=tracing)
+        report = replace(report, unknowns=(*_of_routing(routing, report, same_run), *report.unknowns))
     if names and (card := next((one for one in cards if one.bandwidth is None), card)).bandwidth is None:
         alike = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {alike}" if alike else ""
@@ -186,11 +189,12 @@ def _reported(
     )
 
 
+def _for_routing(run: ResolvedRun, routing: AssumedRouting, **options: Any) -> MemoryReport:
+    return predict_memory(run, routing=routing, **options)
+
+
 def _of_routing(
-    routing: AssumedRouting,
-    expected: dict[int, Trace],
-    report: MemoryReport,
-    traced: Callable[[AssumedRouting], dict[int, Trace]],
+    routing: AssumedRouting, report: MemoryReport, predicted: Callable[[AssumedRouting], MemoryReport]
 ) -> Iterator[Unknown]:
     """Yield, as an `Unknown`, by how much the peak is lower for `routing.lowest` and higher for `routing.highest`.
 
@@ -198,19 +202,18 @@ def _of_routing(
     beyond what its GPU has if the ranks have unlike ones.
 
     Args:
-        expected: rank -> its trace with `routing`.
-        report: with `expected`; below its peak while weights are loaded no step matters.
-        traced: returns rank -> its trace with another routing.
+        report: with `routing`; below its peak while weights are loaded no step matters.
+        predicted: returns the report with another routing.
     """
     if not (routing.lowest or routing.highest):
         return
 
-    def most(by_rank: dict[int, Trace]) -> int:
-        beyond = (trace.parts().total - report.ranks[rank].usable for rank, trace in by_rank.items())
-        return max(report.load.gpu - report.fullest.usable, *beyond)
+    def most(of: MemoryReport) -> int:
+        tensors = (rank.peak_allocated - rank.terms[-1].bytes - rank.usable for rank in of.ranks)
+        return max(report.load.gpu - report.fullest.usable, *tensors)  # the last term is what the allocator adds
 
-    peak = most(expected)
-    low, high = (peak if one is None else most(traced(one)) for one in (routing.lowest, routing.highest))
+    peak = most(report)
+    low, high = (peak if one is None else most(predicted(one)) for one in (routing.lowest, routing.highest))
     of = (routing.lowest or routing).name, (routing.highest or routing).name
     why = f"tokens of the fullest experts: {of[0]} to {of[1]}"
     yield Unknown("routing", max(0, peak - low), max(0, high - peak), why)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from moetune.compat.torch import without_host_tensors
 from moetune.config.schema import ParallelConfig
 from moetune.experts.bank import ExpertBank
 from moetune.models.stack import below_head, decoder_layers
@@ -46,7 +47,8 @@ def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) 
     if parallel.tp > 1:
         _split_matrices(model, structure, ranks.dense["tp"])
     if parallel.fsdp > 1:
-        _shard(model, ranks)
+        with without_host_tensors(model.modules()):
+            _shard(model, ranks)
 
 
 def _split_matrices(model: PreTrainedModel, structure: ModelStructure, tp: DeviceMesh) -> None:
@@ -86,9 +88,10 @@ def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
                 ignored |= set(bank.parameters())
         _shard_module(layer, dense, reshard, ignored)
     embedding = model.get_input_embeddings()
-    if model.get_output_embeddings() is not None and model.get_output_embeddings().weight is embedding.weight:
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is embedding._parameters.get("weight"):
         ignored |= set(embedding.parameters())
-    else:
+    elif "weight" in embedding._parameters:  # not on the host
         _shard_module(embedding, dense, reshard, ignored)
     _shard_module(below_head(model), dense, None, ignored)
 

@@ -1,6 +1,7 @@
 """`Predictor`: predictions for many runs of one model, kept on disk."""
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Literal
 
@@ -109,7 +110,8 @@ class Predictor:
             if trainer is not None:
                 report = predict_trl(run, trainer.trainer, trainer.more, gpu=self.gpu, routing=routing)
             else:
-                report = predict_memory(run, gpu=self.gpu, routing=routing, simulated=simulated)
+                other = partial(self._kept, run, simulated=False)
+                report = predict_memory(run, gpu=self.gpu, routing=routing, simulated=simulated, unsimulated=other)
             write_cached(file, MemoryReport, report)
         return report
 

@@ -15,7 +15,10 @@ Predict = Callable[[RunConfig], MemoryReport]
 """A configuration -> its predicted memory."""
 Left = Callable[[MemoryReport], int]
 """A prediction -> the bytes that the run leaves free, of the GPU or of GPU and host; negative if it does not fit."""
-_ON_HOST = {"model.experts_on": "host", "train.checkpointing": "offload", "optimizer.offload": True}
+_ON_HOST = {
+    "model.embeddings_on": "host", "model.experts_on": "host", "train.checkpointing": "offload",
+    "optimizer.offload": True,
+}  # fmt: skip
 _UPDATED: tuple[PartName, ...] = ("optimizer_states", "master_weights")
 _ACTIVATIONS: tuple[PartName, ...] = ("saved_activations", "transient_peak")
 _SHORTEST, _LOWEST = 512, 8
@@ -180,6 +183,9 @@ def savings(config: RunConfig) -> Iterator[Saving]:
     if train.checkpointing != "offload":
         why = "like full, but keeps the layers' inputs in host memory"
         yield Saving({"train.checkpointing": "offload"}, why, _ACTIVATIONS)
+    if model.embeddings_on != "host":
+        why = "frozen embedding tables in host memory, where rows are looked up"
+        yield Saving({"model.embeddings_on": "host"}, why, ("frozen_weights",))
     if model.experts_on != "host":
         why = "quantized experts are kept in host memory; needs many tokens a step"
         yield Saving({"model.experts_on": "host"}, why, ("frozen_weights",))

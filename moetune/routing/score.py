@@ -286,7 +286,7 @@ def _scores(
 def _settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that influence the scores, as key -> JSON value: the entry `run` of `scores.json`."""
     return {
-        "model": config.model.model_dump(mode="json", exclude={"path", "experts_on"}),
+        "model": config.model.model_dump(mode="json", exclude={"path", "experts_on", "embeddings_on"}),
         "start_from": config.adapt.start_from,
         "packing": config.packs,
         **{key: getattr(config.train, key) for key in ("sequence_length", "micro_batch", "seed")},

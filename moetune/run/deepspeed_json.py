@@ -110,8 +110,8 @@ def _problems(config: RunConfig) -> list[str]:
     if parallel.zero == 3 and model.storages.intersection(get_args(QuantizedDtype)):
         problem = "DeepSpeed cannot shard quantized experts and linears; set parallel.zero: 2, or use engine: fsdp2"
         problems.append(f"parallel.zero 3 and model.base {model.base}: {problem}")
-    if model.experts_on == "host":
-        problems.append("model.experts_on: host: not tried with DeepSpeed; use engine: fsdp2")
+    on_host = [key for key in ("experts_on", "embeddings_on") if getattr(model, key) == "host"]
+    problems += [f"model.{key}: host: not tried with DeepSpeed; use engine: fsdp2" for key in on_host]
     if model.dtype == "fp16":
         problems.append("model.dtype: fp16: its loss scaling is not used with DeepSpeed; use bf16 or fp32")
     if config.train.max_grad_value:

@@ -1,11 +1,13 @@
-"""Linear layers outside of experts: those in the precision `model.base`, their split by `parallel.tp`."""
+"""Linear layers outside of experts: their storage and split by `parallel.tp`; embeddings that may be on the host."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 
+from torch import nn
 from transformers import PreTrainedModel
 
-from moetune.compat.transformers import reads_weight
+from moetune.compat.transformers import looks_up, reads_weight
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.config.schema import BASE_PARTS, Storage
 from moetune.models.selection import Selection
@@ -41,6 +43,24 @@ def linears_to_quantize(
         and f"{path}.weight" not in selection.full
         and not read_directly(model, path, or_its_dtype=True)
     }
+
+
+def tables(model: PreTrainedModel, selection: Selection) -> dict[str, str | None]:
+    """Return path -> why the table of an embedding must be in GPU memory, None if it need not, for each `nn.Embedding`.
+
+    `model` may be on the meta device.
+    """
+    shared = Counter(id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False))
+    reasons: dict[str, str | None] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            trains, is_tied = f"{path}.weight" in selection.full, shared[id(module.weight)] > 1
+            is_read = (
+                read_directly(model, path, or_its_dtype=True) or not looks_up(module) or module.max_norm is not None
+            )
+            why = {"it trains": trains, "it is tied to the LM head": is_tied, "its own code reads it": is_read}
+            reasons[path] = next((reason for reason, holds in why.items() if holds), None)
+    return reasons
 
 
 def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = False) -> bool:

@@ -146,16 +146,19 @@ def _resolve_model(
         attention = "eager" if any(validation.unsupported_attention(plain, "sdpa")) else "sdpa"
     config = resolved(ResolvedModelConfig, source.quantization.settle(written), dtype=dtype, attention=attention)
     structure = read_structure(plain) if like is None else like.structure
+    model = ResolvedModel(config, source, settings, plain, structure)
+    if paths := model.published_paths:
+        experts = {layer.index: paths[layer.experts] for layer in structure.moe_layers}
+        model = replace(model, config=source.quantization.experts_as_published(config, experts))
     problems = [
         *validation.unreadable_source(source.quantization, written),
         *validation.unsupported_attention(plain, attention),
-        *validation.mismatched_dtypes(config),
-        *validation.unmatched_base(config, structure),
+        *validation.mismatched_dtypes(model.config),
+        *validation.unmatched_base(model.config, structure),
     ]
-    if like is not None:
-        return replace(like, config=config), problems
-    refuse_unrunnable(plain)
-    return ResolvedModel(config, source, settings, plain, structure), problems
+    if like is None:
+        refuse_unrunnable(plain)
+    return model, problems
 
 
 def _plain_of(source: ModelSource, dtype: str) -> tuple[PretrainedConfig, PreTrainedModel]:

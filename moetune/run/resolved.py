@@ -16,6 +16,7 @@ from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
 from moetune.config.schema import OptimizerConfig, Part, Storage, TrainConfig
 from moetune.errors import UserError
 from moetune.formats.rounding import Rounding, rounding_into
+from moetune.models.hub.key_mapping import published_paths
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
 from moetune.models.source import ModelSource
@@ -23,7 +24,7 @@ from moetune.models.stack import OnOtherRank, every_layer, leave_out
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES, DeviceType
 from moetune.run.keeps import Kept, is_open, kept_by_layer, section_of
-from moetune.run.linears import linears_to_quantize
+from moetune.run.linears import linears_to_quantize, tables
 from moetune.run.names import parts_by_name
 from moetune.run.placement import EVERYTHING, Placement
 from moetune.run.scores import Scores
@@ -68,9 +69,18 @@ class ResolvedModel:
     def linears_to_quantize(self, selection: Selection) -> dict[str, Storage]:
         """Return path -> storage of the frozen linear layers outside of experts that are stored in `model.base`, given
         what trains."""
-        leaves_out = self.source.quantization.leaves_out
+        leaves_out, paths = self.source.quantization.leaves_out, self.published_paths
         stored = linears_to_quantize(self.plain, self.structure, selection, self.config)
-        return {path: storage for path, storage in stored.items() if not leaves_out(path, storage)}
+        return {path: storage for path, storage in stored.items() if not leaves_out(storage, *paths.get(path, [path]))}
+
+    @property
+    def published_paths(self) -> Mapping[str, list[str]]:
+        """Path of a linear layer, or of a layer's experts -> its paths in published checkpoints; empty if the published
+        format is that of all modules."""
+        quantization, structure = self.source.quantization, self.structure
+        if not (quantization.left_out or quantization.only):
+            return {}
+        return published_paths(self.plain, (*structure.linears(),), tuple(x.experts for x in structure.moe_layers))
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,13 @@ class ResolvedRun:
     def quantized_linears(self) -> Mapping[str, Storage]:
         """Path -> storage of the linear layers outside of experts that are stored in `model.base`."""
         return self.model.linears_to_quantize(self.selection)
+
+    @cached_property
+    def tables_on_host(self) -> list[str]:
+        """Paths of the embeddings whose tables are in host memory (`model.embeddings_on`)."""
+        if self.config.model.embeddings_on == "gpu":
+            return []
+        return [path for path, why in tables(self.model.plain, self.selection).items() if why is None]
 
     def device(self, device: torch.device | str | None = None) -> torch.device:
         """Return the device to run on; by default the first of the kind that the run was resolved for.

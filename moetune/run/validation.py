@@ -25,7 +25,7 @@ from moetune.models.structure import ModelStructure
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import recomputes_layers, unknown_layers
-from moetune.run.linears import LEFT_ALONE, SPLIT, read_directly, style_of, tensor_plan
+from moetune.run.linears import LEFT_ALONE, SPLIT, read_directly, style_of, tables, tensor_plan
 from moetune.run.resolved import ResolvedRun, raise_problems
 from moetune.run.stages import stages_a_rank
 
@@ -155,6 +155,9 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
     kept = train.checkpointing
     if isinstance(kept, KeptConfig) and kept.attention != "none" and run.config.model.attention == "eager":
         yield "train.checkpointing.attention: eager attention has no kernel whose output could be kept; leave it out"
+    if run.config.model.embeddings_on == "host" and not run.tables_on_host:
+        why = "; ".join(f"{path}: {reason}" for path, reason in tables(plain, selection).items())
+        yield f"model.embeddings_on: host: no table can leave the GPU ({why}); leave it out"
     if recomputes_layers(train) and not plain.supports_gradient_checkpointing:
         yield f"train.checkpointing: {type(plain).__name__} does not support it; set train.checkpointing: none"
 

@@ -167,7 +167,7 @@ def left_host(adapted: Adapted) -> None:
 )
 def test_a_tensor_elsewhere_is_refused_by_name(experts_on: str, change: Any, message: str, tmp_path: Path) -> None:
     adapted = toy(tmp_path, "mixtral", "router", experts_on=experts_on, checkpointing="none")
-    refuse_misplaced(adapted.model, adapted.run.config.model, CPU)
+    refuse_misplaced(adapted.model, CPU)
     change(adapted)
     with pytest.raises(UserError, match=message):
-        refuse_misplaced(adapted.model, adapted.run.config.model, CPU)
+        refuse_misplaced(adapted.model, CPU)

@@ -84,6 +84,24 @@ def test_experts_and_linear_layers_are_kept(kind: str, tmp_path: Path) -> None:
     assert size(built(folder, adapt, "meta").model) == size(adapted.model)
 
 
+@pytest.mark.parametrize("layers", ["", r"layers\.1\.mlp\."], ids=["all", "of a layer"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("awq", "deepseek_v4")])
+def test_experts_that_are_published_in_16_bits_stay_so(kind: str, layers: str, tmp_path: Path) -> None:
+    """Beside others that are quantized: where the settings say so, with the checkpoint's bytes and values."""
+    base, write = KINDS[kind]
+    folder = write(tmp_path, left_out=[rf"{layers}experts\..*"])
+    adapted, stored = built(folder), load_file(folder / "model.safetensors")
+    model = adapted.run.config.model
+    assert (model.default_base, model.storage_of("attention", 1)) == (base, base)
+    for layer in adapted.structure.moe_layers:
+        bank = adapted.model.get_submodule(layer.experts)
+        is_left = layer.index == 1 or not layers
+        assert {bank.gate_up.storage, bank.down.storage} == {"bf16" if is_left else base}
+        if is_left:
+            assert torch.equal(bank.down.matrix(2, torch.bfloat16), stored[f"{layer.experts}.2.down_proj.weight"])
+    assert size(built(folder, device="meta").model) == size(adapted.model)
+
+
 @pytest.mark.parametrize("kind", ["compressed-tensors", "awq", "row"])
 def test_reading_takes_what_is_predicted(kind: str, tmp_path: Path) -> None:
     """No more than 4 % of a checkpoint of some size beside the model, and no layer's experts in 16 bits."""

@@ -163,8 +163,8 @@ def test_settings_of_other_layouts_are_not_taken_for_int4() -> None:
 def test_modules_in_16_bits(settings: dict[str, Any], left_out: str, kept: str) -> None:
     how = published({"bits": 4, "group_size": 128, **settings})
     assert how.base == "int4-g128"
-    assert how.leaves_out(left_out, how.base)
-    assert not how.leaves_out(kept, how.base)
+    assert how.leaves_out(how.base, left_out)
+    assert not how.leaves_out(how.base, kept)
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_targets_of_compressed_tensors(format: str, weights: dict[str, Any]) -> 
     for targets, is_left_out in ((["re:.*experts.*"], True), (["re:.*experts.*", "Linear"], False)):
         group = {"targets": targets, "weights": weights, "format": format}
         how = published({"quant_method": "compressed-tensors", "config_groups": {"x": group}})
-        assert how.leaves_out("model.layers.0.self_attn.q_proj", how.base) == is_left_out
+        assert how.leaves_out(how.base, "model.layers.0.self_attn.q_proj") == is_left_out

@@ -13,12 +13,15 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from moetune.cli.main import app
-from moetune.cli.quantize import _shown
+from moetune.cli.quantize import _left_by, _shown
+from moetune.config.schema import RunConfig
+from moetune.errors import DoesNotFit
 from moetune.experts.bank import ExpertBank
 from moetune.inference.evaluate import evaluate, mean_loss, rows_of
 from moetune.inference.opened import find_in_16_bits
 from moetune.inference.rounding import PartCost, _matrices, _round_, base_of, left_in_16_bits, measure
 from moetune.models.catalog import find_model
+from moetune.planning.predict import predict
 from moetune.training.data.load import pad_token_id
 from tests import small
 from tests.adapt.weights.test_base_by_layer import rounded
@@ -101,6 +104,28 @@ def test_the_planted_layer_is_found_and_left_in_16_bits(model: Path, data: Path,
     assert sizes[0] - sizes[1] == pytest.approx(worst.bytes, abs=1024)  # names in the headers of the files
     text = str(_shown(replace(free, **{key: answer[key] for key in ("base", "base_bytes", "base_loss")}))[-1])
     assert yaml.safe_load(text) == {"model": {"base": answer["base"]}}
+
+
+def test_a_budget_is_what_a_run_leaves_free(model: Path, data: Path, tmp_path: Path) -> None:
+    """With all of the base rounded, whatever its file says of it; and the run then fits with the map."""
+    run: dict[str, Any] = {"model": {"path": str(model), "base": "bf16"}, "adapt": {"router": "all"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    words = ["quantize", str(model), "--measure", str(data), "--json", "--budget", str(tmp_path / "run.yaml")]
+    ended = CliRunner().invoke(app, words)
+    assert "names no GPU; set hardware.gpu there" in str(ended.exception)
+    rounded = predict(RunConfig.model_validate(run | {"model": {"path": str(model)}}), gpu="24GiB")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | {"hardware": {"gpu": "24GiB"}}))
+    assert _left_by(words[-1], "nf4") == rounded.least_headroom
+    answer = json.loads(CliRunner().invoke(app, words).stdout)
+    assert answer["base"]["layers"]["0"] in ("bf16", {"experts": "bf16"})
+    assert 0 < answer["base_bytes"] <= rounded.least_headroom
+    mixed = predict(
+        RunConfig.model_validate(run | {"model": {"path": str(model), "base": answer["base"]}}), gpu="24GiB"
+    )
+    assert mixed.least_headroom >= 0
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | {"hardware": {"gpu": "600MiB"}}))
+    with pytest.raises(DoesNotFit, match=r"--budget: .*run\.yaml' leaves nothing of .* free"):
+        _left_by(words[-1], "nf4")
 
 
 def test_experts_on_the_host_are_rounded_there(model: Path, data: Path) -> None:

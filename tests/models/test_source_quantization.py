@@ -12,13 +12,15 @@ from transformers import PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from moetune.adapt.count import count
-from moetune.config.schema import ModelConfig
+from moetune.config.schema import BASE_PARTS, ModelConfig
 from moetune.errors import UserError
 from moetune.exporting.writers.merged import write_config
 from moetune.formats.source_quantization import SourceQuantization, left_out
 from moetune.formats.table import quantization_of
+from moetune.models.selection import NOTHING
 from moetune.models.source import find_model_source
 from moetune.run.resolve import resolve_model
+from tests.reference import small_linears_are_quantized
 from tests.toys import toy_config
 
 METHODS = [method for method in AUTO_QUANTIZATION_CONFIG_MAPPING if not method.startswith("bitsandbytes_")]
@@ -27,7 +29,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bitsandbytes": {"load_in_8bit": True},
     "bitsandbytes of 4 bits": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "compressed-tensors": {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": []},
-    "modelopt": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
     "not known to anyone": {"quant_method": "not known to anyone"},
 }
 GROUP: dict[str, Any] = {
@@ -73,6 +74,30 @@ def test_no_quantizer_of_transformers_is_taken_for_16_bits(
             resolve_model(ModelConfig.named(path))
     else:
         assert published.method in ("mxfp4", "fp8", "mxfp8", "fbgemm_fp8", "bitsandbytes")
+
+
+MODELOPT: dict[str, str | None] = {
+    "FP8": "fp8-tensor", "FP8_PER_CHANNEL_PER_TOKEN": "fp8-row", "fp8_pb_wo": "fp8", "fp8_pb_real": "fp8",
+    "FP8_PB_WO": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4",
+    **dict.fromkeys(("W4A16_AWQ", "W4A8_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", "NVFP4_AWQ", "NVFP4_SVD")),
+    **dict.fromkeys(("W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "mxfp4", "MIXED_PRECISION", "INT4_AWQ", "of tomorrow")),
+}  # fmt: skip
+"""Algorithm that ModelOpt 0.47 writes (`process_layer_quant_config` in modelopt/torch/export/quant_utils.py; vLLM has
+capitals) -> the value of `model.base` that keeps it, None if it is refused."""
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in config.json", "beside it"])
+@pytest.mark.parametrize("algorithm", MODELOPT)
+def test_no_algorithm_of_modelopt_is_taken_for_16_bits(algorithm: str, beside: bool, tmp_path: Path) -> None:
+    settings = {"quant_method": "modelopt", "quant_algo": algorithm, "exclude_modules": ["lm_head"]}
+    path = write(tmp_path, ("x",) if beside else PLACES[0], settings, "mixtral")
+    if beside:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    if MODELOPT[algorithm] is None:
+        with pytest.raises(UserError, match=rf"already quantized \(modelopt {algorithm}\)"):
+            count(path)
+    else:
+        assert resolve_model(ModelConfig.named(path)).config.base == MODELOPT[algorithm]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +154,121 @@ def test_weights_that_are_more_than_codes_and_scales_are_refused_by_the_setting(
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8-tensor", True),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", True),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "nvfp4", False),
+        ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "fp8", False),
+        ({"quant_method": "modelopt", "quant_algo": "fp8_pb_real"}, "fp8", True),
     ],
 )
 def test_what_is_read(settings: dict[str, Any], base: str, has_activations: bool, tmp_path: Path) -> None:
     published = find_model_source(write(tmp_path, PLACES[0], settings, "mixtral")).quantization
     assert (published.base, published.has_activations) == (base, has_activations)
+
+
+L = "model.layers"
+AWQ = GPTQ | {"quant_method": "awq", "version": "gemm"}
+AUTO_ROUND = GPTQ | {"quant_method": "auto-round"}
+FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+Q_PROJ, ATTENTION = [f"{L}.0.self_attn.q_proj"], [f"{L}.{n}.self_attn.{p}_proj" for n in range(4) for p in "qkvo"]
+EACH = [f"{L}.{n}.mlp.experts.{e}.{p}_proj" for n in range(4) for e in range(8) for p in ("gate", "up", "down")]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "base", "left"),
+    [
+        ("qwen3_moe", FP8 | {"modules_to_not_convert": [r"model\.layers\.0\.self_attn\.q_proj"]}, "fp8", Q_PROJ),
+        (
+            "qwen3_vl_moe",
+            FP8 | {"modules_to_not_convert": ["model.language_model.layers.0.mlp"]},
+            "fp8; bf16 (layer 0, experts)",
+            [],
+        ),
+        (
+            "qwen3_vl_moe",
+            FP8 | {"modules_to_not_convert": ["language_model.model.layers.0.self_attn.q_proj", "visual"]},
+            "fp8",
+            ["model.language_model.layers.0.self_attn.q_proj"],
+        ),
+        ("qwen3_vl_moe", FP8 | {"modules_to_not_convert": ["vision_tower.layers.0.self_attn.q_proj"]}, "fp8", []),
+        (
+            "deepseek_v3",
+            CT | {"ignore": ["re:.*shared_experts.*"]},
+            "int4-g32",
+            [f"{L}.{n}.mlp.shared_experts.{p}_proj" for n in (1, 2, 3) for p in ("gate", "up", "down")],
+        ),
+        (
+            "deepseek_v3",
+            CT | {"ignore": [f"re:{L}.0.mlp.*"]},
+            "int4-g32",
+            [f"{L}.0.mlp.{p}_proj" for p in ("gate", "up", "down")],
+        ),
+        ("qwen3_moe", CT | {"ignore": EACH}, "int4-g32; bf16 (experts)", []),
+        (
+            "mixtral",
+            CT | {"ignore": [rf"re:{L}\.3\.block_sparse_moe\.experts.*"]},
+            "int4-g32; bf16 (layer 3, experts)",
+            [],
+        ),
+        ("mixtral", CT | {"ignore": [r"re:.*block_sparse_moe\.gate$", "lm_head"]}, "int4-g32", []),
+        (
+            "qwen3_moe",
+            CT | {"config_groups": {"x": GROUP | {"targets": ["re:.*self_attn.*"]}}},
+            "int4-g32; bf16 (experts)",
+            [],
+        ),
+        ("qwen3_moe", CT | {"config_groups": {"x": GROUP | {"targets": ["re:.*experts.*"]}}}, "int4-g32", ATTENTION),
+        ("qwen3_moe", GPTQ | {"dynamic": {"-:.*self_attn.*": {}}}, "int4-g128", ATTENTION),
+        ("qwen3_moe", GPTQ | {"dynamic": {"-:.*experts.*": {}}}, "int4-g128; bf16 (experts)", []),
+        ("qwen3_moe", AWQ | {"modules_to_not_convert": ["self_attn", "mlp.gate"]}, "int4-g128", ATTENTION),
+        ("qwen3_moe", AWQ | {"modules_to_not_convert": ["experts"]}, "int4-g128; bf16 (experts)", []),
+        (
+            "qwen3_moe",
+            AUTO_ROUND | {"extra_config": {Q_PROJ[0]: {"bits": 16}, r".*mlp\.gate.*": {"bits": 16}}},
+            "int4-g128",
+            Q_PROJ,
+        ),
+        (
+            "qwen3_moe",
+            NVFP4 | {"exclude_modules": ["*self_attn*", f"{L}.0*"]},
+            "nvfp4; bf16 (layer 0, experts)",
+            ATTENTION,
+        ),
+    ],
+)
+def test_what_is_published_in_16_bits_is_known_before_any_weight_is_read(
+    model_type: str, settings: dict[str, Any], base: str, left: list[str], tmp_path: Path
+) -> None:
+    """Linear layers and layers' experts, by every program's patterns and by checkpoints' own names."""
+    with small_linears_are_quantized():
+        model = resolve_model(ModelConfig.named(write(tmp_path, PLACES[0], settings, model_type)))
+        stored = model.linears_to_quantize(NOTHING)
+    linears = model.structure.linears().items()
+    assert str(model.config.base) == base
+    assert [path for path, one in linears if one.component in BASE_PARTS and path not in stored] == left
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        GPTQ | {"dynamic": {"+:.*self_attn.*": {"bits": 8}}},
+        GPTQ | {"dynamic": {".*self_attn.*": {"bits": 8}}},
+        *(GPTQ | {"bits": bits} for bits in (2, 3, 8)),
+        GPTQ | {"group_size": 256},
+        AWQ | {"version": "gemv"},
+        AUTO_ROUND | {"extra_config": {Q_PROJ[0]: {"bits": 8}}},
+        AUTO_ROUND | {"data_type": "fp"},
+        CT | {"config_groups": {"x": GROUP, "y": {"targets": ["re:.*attn.*"], "weights": {"num_bits": 8}}}},
+        CT | {"format": "int-quantized"},
+        CT | {"format": "dense"},
+        {"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"},
+    ],
+)
+@pytest.mark.parametrize("section", ["", "thinker_config", "language_config", "llm_config"])
+def test_mixed_bits_and_other_layouts_are_refused_by_name(
+    section: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    place = tuple(filter(None, (section, "quantization_config")))
+    with pytest.raises(UserError, match=rf"already quantized \({settings['quant_method']}"):
+        count(write(tmp_path, place, settings, "qwen3_moe"))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +354,7 @@ def test_settings_beside_a_configuration_on_the_hub(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(f"{home}snapshot_download", lambda *_, **__: str(tmp_path))
     monkeypatch.setattr(f"{home}hub_is_reachable", lambda: True)
     published = find_model_source("someone/something").quantization
-    assert (published.method, published.is_read) == ("modelopt", False)
+    assert (published.method, published.is_read) == ("modelopt W4A8_AWQ", False)
 
 
 def test_a_dequantized_copy_says_nothing_of_it(tmp_path: Path) -> None:
@@ -249,5 +384,5 @@ def test_a_dequantized_copy_says_nothing_of_it(tmp_path: Path) -> None:
 def test_modules_that_are_left_out(key: str, pattern: str, path: str, is_left_out: bool) -> None:
     """By whatever program's key, and its kind of pattern."""
     published = SourceQuantization("fp8", "fp8", left_out=left_out({key: [pattern]}))
-    assert published.leaves_out(path, "fp8") == is_left_out
-    assert not published.leaves_out(path, "nf4")
+    assert published.leaves_out("fp8", path) == is_left_out
+    assert not published.leaves_out("nf4", path)

@@ -82,6 +82,15 @@ def test_micro_batches_layer_by_layer_take_what_is_predicted(adapt: str, checkpo
     assert compared.off == 0, compared
 
 
+@pytest.mark.parametrize(("adapt", "experts_on"), [("router", "gpu"), ("lora", "host")])
+def test_tables_on_the_host_take_what_is_predicted(adapt: str, experts_on: str, toy_model: Path) -> None:
+    model = {"embeddings_on": "host", "experts_on": experts_on}
+    config = runs.toy_run(toy_model, adapt, model=model, train={"accumulate": 2})
+    assert resolve(config, "cuda").tables_on_host == ["model.embed_tokens"]
+    compared = runs.compare(config)
+    assert compared.off == 0, compared
+
+
 @pytest.mark.parametrize("adapt", ["router", "experts"])
 def test_a_gradient_through_all_experts_takes_what_is_predicted(adapt: str, toy_model: Path) -> None:
     compared = runs.compare(runs.toy_run(toy_model, adapt, train={"dense_router_gradient": True}))

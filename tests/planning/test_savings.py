@@ -22,6 +22,7 @@ MILDEST_FIRST = [
     "train.checkpointing=full",
     "optimizer.offload=True",
     "train.checkpointing=offload",
+    "model.embeddings_on=host",
     "model.experts_on=host",
     "optimizer.master_weights=stochastic",
     "optimizer.name=adamw8bit",

@@ -99,6 +99,8 @@ class CheckpointReader:
             if name not in held or name not in self._names:
                 continue
             stored = self._stored[mapping.every_key()[0]]
+            if mapping.conversion is None and path != name and self._target.put_table(path, stored):
+                continue
             if path not in self._target.linears or path == name:
                 self._target.put(name, self._converted(mapping))
             elif mapping.conversion is None and self._is_kept(stored, stored.shape, path):

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moetune.adapt.layers.table import HostTable
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import draw, mark_initialized
 from moetune.errors import UserError
@@ -61,7 +62,8 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             if tensor.is_meta:
-                made = torch.empty_like(tensor, device=device)
+                is_table = isinstance(module, HostTable) and name == "weight"
+                made = module.allocate(device) if is_table else torch.empty_like(tensor, device=device)
                 fresh[name] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
                 setattr(module, name, fresh[name])
         floats = {name: tensor for name, tensor in fresh.items() if tensor.is_floating_point()}

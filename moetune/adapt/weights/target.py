@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moetune.adapt.layers.table import HostTable
 from moetune.compat.bitsandbytes import Linear4bit, Params4bit
 from moetune.compat.transformers import activation_of, dtypes_kept
 from moetune.config.resolved import ResolvedModelConfig
@@ -27,6 +28,7 @@ from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES
 from moetune.run.names import matrix_of
 from moetune.run.placement import EVERYTHING, Placement
+from moetune.tensor_files import Stored
 
 
 class LoadTarget:
@@ -217,7 +219,8 @@ class LoadTarget:
         """
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
-        there = getattr(module, last)
+        is_table = isinstance(module, HostTable) and last == "weight"
+        there = module.allocate(self.device, self._kept_dtypes.get(name)) if is_table else getattr(module, last)
         if there.shape != tensor.shape:
             raise RuntimeError(f"{name} is {[*tensor.shape]}, not {[*there.shape]}")
         if stays_on_host(there):
@@ -228,6 +231,16 @@ class LoadTarget:
             tensor = tensor.to(self.device, dtype)
             setattr(module, last, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
         self._note(tensor.numel())
+
+    def put_table(self, path: str, stored: Stored | Quantized) -> bool:
+        """Read an embedding that stays in host memory from a checkpoint, block by block; return whether it does."""
+        if not isinstance(module := self.model.get_submodule(path), HostTable):
+            return False
+        table = module.allocate(self.device, self._kept_dtypes.get(f"{path}.weight"))
+        for start, stop in stored.blocks():
+            table[start:stop] = stored.rows(start, stop)
+        self._note(table.numel())
+        return True
 
     def _note(self, count: int) -> None:
         self._read += count

@@ -108,6 +108,7 @@ class ModelConfig(Section):
         attention: the attention implementation, by transformers' name; `auto` is sdpa if it computes the model's
             attention, else eager.
         experts_on: where quantized experts are kept: in GPU memory, or in pinned host memory.
+        embeddings_on: where frozen embedding tables are kept; those that are tied to the LM head stay in GPU memory.
     """
 
     path: FilePath
@@ -117,6 +118,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     experts_on: Literal["gpu", "host"] = "gpu"
+    embeddings_on: Literal["gpu", "host"] = "gpu"
 
     @property
     def default_base(self) -> str:

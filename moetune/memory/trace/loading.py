@@ -37,7 +37,8 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     - An MXFP4 checkpoint (17/32 bytes a weight): kept as it is, unless the base has another storage or experts train.
     - An FP8, NVFP4 or INT4 checkpoint: kept as it is under the same conditions.
 
-    The host's peak is what stays in host memory plus the tensor that is being read, an expert's or the embedding.
+    The host's peak is what stays in host memory plus the tensor that is being read, an expert's or the embedding. An
+    embedding that stays on the host is read block by block.
 
     Random weights: banks are allocated, then filled one after the other. All experts of a layer are drawn at once, with
     a mask of one byte a weight that checks the draw. The embedding and the LM head are drawn last; no linear layer is
@@ -48,7 +49,9 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     structure, model, published = run.structure, run.config.model, run.model.source.quantization
     on_gpu, on_host = (traced.loaded(on_host=where) for where in (False, True))
     dtype = torch.float32 if model.dtype == "fp32" else torch.bfloat16  # `auto` is bf16 on a GPU
-    outside = max((part.numel for part in structure.parameters if part.layer is None), default=0)
+    on_host_only = {f"{path}.weight" for path in run.tables_on_host}  # read there block by block
+    others = (part for part in structure.parameters if part.layer is None and part.name not in on_host_only)
+    outside = max((part.numel for part in others), default=0)
     stored_as = {layer: model.storage_of("experts", layer.index) for layer in structure.moe_layers}
     kinds = {(x.shape, one, one == storage_in(published.base, "experts", x.index)) for x, one in stored_as.items()}
     if model.weights == "random":

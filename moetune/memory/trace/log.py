@@ -80,6 +80,18 @@ class Cut(NamedTuple):
     backward: bool
 
 
+class Turn(NamedTuple):
+    """A point from which on a micro-batch computes, of several that go through the layers together.
+
+    Attributes:
+        at: index in `Log.entries` of the first entry after this point.
+        micro_batch: its number in the step, from 0; `OUTSIDE` for what is computed for none or for all of them.
+    """
+
+    at: int
+    micro_batch: int
+
+
 class Sent(NamedTuple):
     """One call of a collective, which sends bytes to other ranks.
 
@@ -106,7 +118,7 @@ class Log:
     Attributes:
         blocks: every storage, in order of allocation.
         entries: allocations and releases in order: n where `blocks[n]` is allocated, ~n where it is freed.
-        marks, cuts: starts of phases and modules; ends and starts of decoder layers.
+        marks, cuts, turns: starts of phases and modules; ends and starts of decoder layers; turns of micro-batches.
         sent: collectives that send bytes to other ranks.
         done: FLOPs, bytes and launches of each operation; empty if the tracker does not count work.
     """
@@ -115,6 +127,7 @@ class Log:
     entries: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
 

@@ -25,13 +25,14 @@ equal size, the oldest is freed first.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 
-from moetune.memory.trace.log import OUTSIDE, Log, Mark
+from moetune.memory.trace.log import OUTSIDE, Log, Mark, Turn
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,36 @@ def stretches(log: Log, kept: Sequence[int]) -> list[Stretch]:
     return found
 
 
+def stretches_of_turns(log: Log) -> list[Stretch]:
+    """Divide a whole log into turns of micro-batches, in order and without gaps: stretches whose `layer` is the number
+    of a micro-batch. A pass over the micro-batches ends where the order of their turns changes."""
+    passes: list[list[tuple[int, int, int]]] = [[]]  # (start, stop, micro-batch), all ascending or all descending
+    starts = [Turn(0, OUTSIDE), *log.turns, Turn(len(log.entries), OUTSIDE)]
+    for (start, number), (stop, _) in pairwise(starts):
+        before = passes[-1][-1][2] if passes[-1] else OUTSIDE
+        if start == stop:
+            continue
+        if before == number and passes[-1]:
+            passes[-1][-1] = passes[-1][-1][0], stop, number
+        elif OUTSIDE in (before, number) or (
+            len(passes[-1]) > 1 and (passes[-1][0][2] < before) is not (before < number)
+        ):
+            passes.append([(start, stop, number)])
+        else:
+            passes[-1].append((start, stop, number))
+    return [
+        Stretch(start, stop, number, place, backward=own[0][2] > own[-1][2])
+        for place, own in enumerate(passes)
+        for start, stop, number in own
+    ]
+
+
 class Owners:
     """Assigns each block of a log to a decoder layer. Layers are indices in the layers that ran.
 
-    `kept` are the numbers, in the log, of the decoder layers that ran, ascending.
+    Args:
+        kept: the numbers, in the log, of the decoder layers that ran, ascending.
+        turns: assign each block to a micro-batch instead, by the turn in which it was allocated.
 
     Attributes:
         stretches: the stretches of the log, in order.
@@ -99,12 +126,12 @@ class Owners:
         of: [blocks] layer that the block belongs to: that of `Block.layer` where it is set, else `born`.
     """
 
-    def __init__(self, log: Log, kept: Sequence[int]) -> None:
-        self.log, self.stretches = log, stretches(log, kept)
+    def __init__(self, log: Log, kept: Sequence[int], *, turns: bool = False) -> None:
+        self.log, self.stretches = log, stretches_of_turns(log) if turns else stretches(log, kept)
         self.stretch_at = np.repeat(np.arange(len(self.stretches)), [one.stop - one.start for one in self.stretches])
         layers = np.array([one.layer for one in self.stretches], dtype=np.int64)[self.stretch_at]
         self.born = layers[[block.born for block in log.blocks]]
-        place = {layer: index for index, layer in enumerate(kept)}
+        place = {} if turns else {layer: index for index, layer in enumerate(kept)}
         self.of = np.array(
             [
                 born if block.layer is None or not place else place[block.layer]
@@ -112,6 +139,9 @@ class Owners:
             ],
             dtype=np.int64,
         )
+        if turns:  # what micro-batches add up to is allocated once
+            outlives = [b.died is None or layers[b.died] == OUTSIDE for b in log.blocks]
+            self.of[[b.part == "gradients" and alone for b, alone in zip(log.blocks, outlives, strict=True)]] = OUTSIDE
 
     @cached_property
     def _roles(self) -> tuple[list[tuple[Hashable, int]], dict[tuple[int, Hashable, int], int]]:
@@ -164,6 +194,8 @@ class Events:
         marks: (event, mark, number, layer) for each start of a phase or module, in order. `event` is the index of the
             first event after the start; `number` the layer's number in the log and `layer` that in the whole model,
             both -1 outside of layers.
+        at: [entries + 1] for each entry of the log, and for its end, index of the first event that repeats it or what
+            comes after it.
     """
 
     owners: Owners
@@ -176,19 +208,21 @@ class Events:
     born: np.ndarray
     died: np.ndarray
     marks: list[tuple[int, Mark, int, int]]
+    at: np.ndarray
     _columns: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, log: Log, kept: Sequence[int] = (), like: Sequence[int] = ()) -> "Events":
+    def of(cls, log: Log, kept: Sequence[int] = (), like: Sequence[int] = (), *, turns: bool = False) -> "Events":
         """Expand a log into the events of the whole model.
 
         Args:
             log: the log of the layers that ran.
             kept: the numbers of these layers in the log, ascending. Without any, the events are the entries of the log.
             like: for each layer of the whole model, the index in `kept` of the layer that stands for it.
+            turns: expand micro-batches that take turns into all of a step; `kept` and `like` are their numbers.
         """
         copies = tuple(tuple(layer for layer, one in enumerate(like) if one == index) for index in range(len(kept)))
-        return _Expansion(log, Owners(log, kept), tuple(kept), copies, like).events()
+        return _Expansion(log, Owners(log, kept, turns=turns), tuple(kept), copies, like).events()
 
     def column(self, name: str) -> np.ndarray:
         """Return an attribute of `Block` for every storage: [storages]. The array is cached; do not modify it."""
@@ -215,6 +249,30 @@ class Events:
         return layer_named(
             self.owners.log.blocks[block].module, OUTSIDE if layer < 0 else self.kept[layer], int(self.layers[storage])
         )
+
+
+def all_turns(log: Log, like: Sequence[int]) -> Log:
+    """Return the log of a step of which all micro-batches take turns, from the log of those that ran.
+
+    For each micro-batch of the step, `like` is the number of the one that ran that stands for it.
+    """
+    events = Events.of(log, range(max(like) + 1), like, turns=True)
+    at, end, count = events.at.tolist(), len(events.signs), Counter[int | None]({OUTSIDE: 1, None: 1, **Counter(like)})
+    first = {block: storage for storage, block in reversed([*enumerate(events.like.tolist())])}
+    lifetimes = zip(events.like.tolist(), events.born.tolist(), events.died.tolist(), strict=True)
+
+    def moved(record: Any) -> Any:
+        block = None if record.block is None else first[record.block]
+        return record._replace(at=at[record.at], block=block)
+
+    return Log(
+        [replace(log.blocks[own], born=born, died=None if died == end else died) for own, born, died in lifetimes],
+        np.where(events.signs > 0, events.storages, ~events.storages).tolist(),
+        [replace(mark, at=event) for event, mark, *_ in events.marks],
+        [cut._replace(at=at[cut.at]) for cut in log.cuts],
+        sent=[moved(one) for one in log.sent for _ in range(count[one.micro_step])],
+        done=[moved(one)._replace(times=one.times * count[one.micro_step]) for one in log.done],
+    )
 
 
 @cache
@@ -283,7 +341,18 @@ class _Expansion:
         born[storages[births]], died[storages[~births]] = events[births], events[~births]
         like, layers = block[keep][births], layer[keep][births]
         signs = np.where(births, 1, -1)
-        return Events(self.owners, self.kept, self.copies, like, layers, storages, signs, born, died, marks)
+        at = np.searchsorted((turn * len(self.log.entries) + place)[keep], self._first_of_each())
+        return Events(self.owners, self.kept, self.copies, like, layers, storages, signs, born, died, marks, at)
+
+    def _first_of_each(self) -> np.ndarray:
+        """Return [entries + 1] turn · entries + place of the first repetition of each entry of the log, and of its
+        end."""
+        length, turns = (
+            len(self.log.entries),
+            {stretch.start: at for at, (stretch, _) in reversed([*enumerate(self.turns)])},
+        )
+        first = np.array([turns[stretch.start] for stretch in self.owners.stretches], dtype=np.int64)
+        return np.append(first[self.owners.stretch_at] * length + np.arange(length), len(self.turns) * length)
 
     def _add(self, turn: int | np.ndarray, place: np.ndarray, block: np.ndarray, layer: np.ndarray) -> None:
         self.rows.append((np.broadcast_to(turn, place.shape), place, block, layer))
@@ -312,7 +381,7 @@ class _Expansion:
         order = [layer for layer, own in enumerate(self.like) if own in of_layers]
         if next(iter(of_layers.values())).backward:
             order.reverse()
-        last = {self.like[layer]: layer for layer in order}
+        first, last = ({self.like[layer]: layer for layer in those} for those in (order[::-1], order))
         for layer in order:
             own = self.like[layer]
             stretch = of_layers[own]
@@ -326,8 +395,10 @@ class _Expansion:
                 far[at] = same is None
                 block[at] = same or 0
             rows = place[~far], block[~far], of[~far]
-            if layer == last[own] and far.any():
-                columns = [np.concatenate(both) for both in zip(rows, self._of_all(place[far]), strict=True)]
+            # what all share is allocated with the first copy; all else is written with the last
+            shared = self.births[place] & (self.owners.of[block] == OUTSIDE)
+            if (written := far & np.where(shared, layer == first[own], layer == last[own])).any():
+                columns = [np.concatenate(both) for both in zip(rows, self._of_all(place[written]), strict=True)]
                 in_order = np.argsort(columns[0], kind="stable")
                 rows = columns[0][in_order], columns[1][in_order], columns[2][in_order]
             self._add(len(self.turns), *rows)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moetune.adapt.scans import Outputs
+from moetune.kernels.runner import Outputs
 from moetune.memory.time.work import Done
 from moetune.memory.trace.log import Block, Log
 
@@ -90,9 +90,9 @@ class Segment:
             if one.block is not None and one.block < first and one.block not in of_input:
                 return None
             place = None if one.block is None else of_input.get(one.block)
-            known = done.get((one.part, place))
+            known = done.get((one.part, place, one.times))
             work = one.work if known is None else known.work + one.work
-            done[one.part, place] = one._replace(at=0, work=work, block=place)
+            done[one.part, place, one.times] = one._replace(at=0, work=work, block=place)
         outputs = tuple(
             None if tensor is None or block is None else _Output(*_like(tensor), block)
             for tensor, block in zip(made, own, strict=True)

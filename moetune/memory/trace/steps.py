@@ -78,20 +78,23 @@ class Phases(StepObserver):
         self._began = len(self.tracker.log.entries)
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self, losses: Sequence[Tensor] = ()) -> Iterator[None]:
         """Mark what forward saved, then record the backward phase within the `with` block. After it, the next forward
         phase begins, if the micro-step has another pass."""
         self.tracker.saved_since(self._began)
         self.tracker.enter("backward")
+        for number, loss in enumerate(losses):
+            loss.register_hook(lambda _, number=number: self.tracker.take_turn(number))
         yield
+        self.tracker.take_turn(OUTSIDE)
         self.tracker.cut(OUTSIDE, backward=True)
         self._left -= 1
         if self._left:
             self._forward()
 
-    def pausing(self) -> AbstractContextManager[None]:
-        """Leave the modules that a forward pass runs while it waits for others."""
-        return self.tracker.elsewhere()
+    def turn(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Record whose turn it is within the `with` block."""
+        return self.tracker.turn_of(micro_batch)
 
     def eager_gradient(self, gradient: Tensor) -> None:
         """Mark a tensor that an expert bank computed outside of autograd as a gradient."""
@@ -147,15 +150,18 @@ class Steps(Watched):
         steps: int = STEPS,
         tracking: bool = True,
         short: Shortened | None = None,
+        turns: Sequence[int] = (),
     ) -> Trace:
         """Run steps, then an evaluation if its batch is larger than a micro-batch, and return the trace. Can be called
         once: it removes the hooks that count expert load.
 
         Args:
             micro_steps: micro-steps of each step.
-            first: micro-steps of the first step, None for `micro_steps`. If given, only the last step's peak counts.
+            first: micro-steps of the first step, None for `micro_steps`. If given, only the last step's peak counts; 0
+                only creates the optimizer states.
             tracking: False to record only phases, modules and layer boundaries, and no operations.
             short: layers that ran and groups that stand for others; None if all layers ran.
+            turns: for each micro-batch of the last step, the one that runs that stands for it; empty if none does.
 
         Raises:
             UserError: the last step calls a collective whose bytes are not known.
@@ -163,14 +169,18 @@ class Steps(Watched):
         with self._following(tracker, tracking), self._noting_counts(tracker):
             for step in range(steps):
                 tracker.step = step
-                self._step(tracker, first if first and step == 0 else micro_steps)
+                if first == 0 == step:
+                    self._create_states(tracker)
+                else:
+                    self._step(tracker, first if first and step == 0 else micro_steps)
                 self._say_whose_states(tracker)
             self._evaluate(tracker)
         self.watch.remove()
         tracker.stop()
         # A first step of fewer micro-steps takes no more than the last, in which optimizer states exist from the start.
-        left_out, axis_of = self.config.train.accumulate - micro_steps, self.adapted.ranks.axis_of
-        return Trace.of(tracker.log, axis_of, short=short, left_out=left_out, last_step=bool(first))
+        left_out = 0 if turns else self.config.train.accumulate - micro_steps
+        axis_of, last_step = self.adapted.ranks.axis_of, first is not None
+        return Trace.of(tracker.log, axis_of, short=short, turns=turns, left_out=left_out, last_step=last_step)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
         """Return a context in which the tracker counts, for each count of experts' tokens, the work of reading it from
@@ -239,6 +249,23 @@ class Steps(Watched):
         self.stepper.finish()
         # the host reads the gradient norm, and once more to clip
         tracker.note(Work(synchronizations=2 if self.config.train.max_grad_norm else 1))
+        self._add_states(tracker)
+
+    def _create_states(self, tracker: Tracker) -> None:
+        """Update each parameter once, with a gradient of no micro-step."""
+        tracker.enter("optimizer")
+        for updater in self.optimizer.updaters:
+            for parameter in updater.parameters:
+                parameter.grad = torch.empty_like(parameter)
+                if isinstance(updater, HostUpdater):
+                    updater.take(parameter)
+                    updater.host_copies.finish()
+            updater.step()
+            for parameter in updater.parameters:
+                parameter.grad = None
+        self._add_states(tracker)
+
+    def _add_states(self, tracker: Tracker) -> None:
         for tensor in self.optimizer.states():  # quantization maps were created before the tracker was active
             tracker.add(tensor)
         tracker.tag(self.optimizer.states(), "optimizer_states")
@@ -257,7 +284,10 @@ class Steps(Watched):
         part."""
         tracker.micro_step = 0
         tracker.enter("forward")
-        batches = [self._batch(tracker) for _ in range(micro_steps)]
+        batches = []
+        for number in range(micro_steps):
+            with tracker.turn_of(number):
+                batches.append(self._batch(tracker))
         if self.config.parallel.pp > 1:
             passes = micro_steps * stages_a_rank(self.config.parallel)
         else:

@@ -4,7 +4,7 @@ The model comes from the same `build` as in training, and step and optimizer are
 of tokens that each expert receives is assumed (`routing`), because shapes depend on it and fake tensors have no values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from moetune.errors import UserError
 from moetune.experts.context import CountReceived, CountRows, received_as_sent
 from moetune.kernels.registry import using_kernels
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting, Replayed
-from moetune.memory.trace.alike import Shortened, shorten
+from moetune.memory.trace.alike import Shortened, Stack, shorten
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.views import Trace
@@ -40,6 +40,7 @@ def trace(
     routing: AssumedRouting | CountRows = BALANCED,
     *,
     shortened: bool = True,
+    simulated: bool = True,
     micro_steps: int | None = None,
     rank: int = 0,
     received: CountReceived = received_as_sent,
@@ -56,6 +57,8 @@ def trace(
         shortened: run only a few of the layers that are alike and repeat their part of the log for the others
             (docs/concepts/trace.md), which is faster and has the same result. Ignored where `micro_steps` is given, and
             where the routing is a function or differs from layer to layer.
+        simulated: whether the allocator will be simulated, for which both steps must run. Else optimizer states are
+            created without a micro-step; all that counts, in the second step, is the same.
         micro_steps: micro-steps of each step. By default 1 in the first step, and in the second at most 2, or 3 if the
             first, the last and those between communicate differently (`micro_steps_are_alike`), because all further
             micro-steps repeat; only the second step's peak then counts.
@@ -93,9 +96,15 @@ def trace(
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
             else:
                 most, least = 2 if micro_steps_are_alike(config.parallel) else 3, 1
+                turns: Sequence[int] = ()
                 if config.parallel.pp > 1 or whole.layer_by_layer:  # what all micro-batches hold exists at once
                     most, least = config.train.accumulate, config.parallel.pp
-                traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short)
+                if whole.layer_by_layer and shortened and isinstance(routing, AssumedRouting):
+                    alike = Stack.of([None] * config.train.accumulate)
+                    most, turns = len(alike.kept), alike.like
+                if not simulated and steps.stepper.engine is None:
+                    least = 0
+                traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short, turns=turns)
         return replace(traced, load=load_peaks(whole.held_at(Coordinates.of(config.parallel, rank).pp), traced))
 
 

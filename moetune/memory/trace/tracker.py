@@ -26,14 +26,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetune.adapt.attention import Capability
-from moetune.adapt.scans import Outputs, running_by
 from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
+from moetune.kernels.runner import Outputs, running_by
 from moetune.memory.kernels import workspace
 from moetune.memory.phases import FORWARD_PHASES, ONCE_PHASES, Phase
 from moetune.memory.report import PartName
 from moetune.memory.time.work import Done, Work, WorkPart, size_of, tensors_in, works, written_by
-from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
+from moetune.memory.trace.log import OUTSIDE, Block, Cut, Log, Mark, Sent, Turn
 from moetune.memory.trace.segments import Point, Segment, key_of
 from moetune.parallel.messages import NAMESPACES, message
 
@@ -97,6 +97,7 @@ class Tracker(TorchDispatchMode):
         self.module = ""
         self.modules = modules
         self._stack: list[tuple[str, Phase]] = []
+        self._paused: dict[int, tuple[list[tuple[str, Phase]], str]] = {}  # micro-batch -> stack and module
         self._alive: dict[int, int] = {}  # id of a storage -> number of its block
         self._knows_host = False  # whether any block is in host memory
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -233,7 +234,7 @@ class Tracker(TorchDispatchMode):
     def __enter__(self) -> "Tracker":
         self._stacked = ExitStack()
         self._stacked.enter_context(noting_resizes(self.resized))
-        self._stacked.enter_context(running_by(self._run))
+        self._stacked.enter_context(running_by(self._run, self._each))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -263,11 +264,22 @@ class Tracker(TorchDispatchMode):
             self._add_work(segment, start.entries, inputs)
         return made
 
-    def _add_work(self, segment: Segment, at: int, inputs: Sequence[int | None]) -> None:
-        """Record the work of a segment whose first entry is `log.entries[at]`."""
+    def _each(self, count: int, tensor: Tensor) -> Iterator[int]:
+        """Yield the numbers of a loop that are run: of fake tensors 0 and 1, whose work counts for all others too. What
+        these allocate is not written: it was allocated and freed before."""
+        yield from range(min(count, 1))
+        start, self._sum = Point.of(self.log), None
+        for number in range(1, count):
+            yield number
+            if number == 1 and key_of([tensor]) and self._since(start, times=count - 1) is not None:
+                return
+
+    def _add_work(self, segment: Segment, at: int, inputs: Sequence[int | None], times: int = 1) -> None:
+        """Record the work of a segment whose first entry is `log.entries[at]`, and that is done so many times."""
+        of_all = {"at": at, "step": self.step, "micro_step": self.turn}
         for one in segment.done:
             block = None if one.block is None else inputs[one.block]
-            self.log.done.append(one._replace(at=at, step=self.step, micro_step=self.micro_step, block=block))
+            self.log.done.append(one._replace(block=block, times=one.times * times, **of_all))
 
     def _written(self, segment: Segment, inputs: Sequence[int | None]) -> Outputs:
         """Write a segment at the end of the log, for inputs with these blocks; return its outputs."""
@@ -299,7 +311,7 @@ class Tracker(TorchDispatchMode):
             return func(*args, **(kwargs or {}))  # allocates nothing, does no work
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next(map(self.block_of, tensors_in(args)), None)
-            micro_step = None if self.phase in ONCE_PHASES else self.micro_step
+            micro_step = None if self.phase in ONCE_PHASES else self.turn
             self.log.sent.append(Sent(len(self.log.entries), self.step, micro_step, self.phase, sent, found))
         kwargs, capability = kwargs or {}, self._capability
         inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))
@@ -356,7 +368,7 @@ class Tracker(TorchDispatchMode):
             of: a tensor whose storage belongs to the decoder layer that the work counts for; None if unknown.
         """
         if self.counts and self.phase not in ("load", "evaluation"):
-            micro_step = None if self.phase in ONCE_PHASES else self.micro_step
+            micro_step = None if self.phase in ONCE_PHASES else self.turn
             block = None if of is None else self.block_of(of)
             self.log.done.append(Done(self.place(), self.step, micro_step, part or self.part(), work, block))
 
@@ -389,15 +401,27 @@ class Tracker(TorchDispatchMode):
             self.phase, self.module = phase, module
             self.log.marks.append(Mark(len(self.log.entries), self.step, self.micro_step, phase, module))
 
+    @property
+    def turn(self) -> int:
+        """Number of the micro-batch that computes, in its step; `OUTSIDE` for what several that take turns share."""
+        return self.log.turns[-1].micro_batch if self.log.turns else self.micro_step
+
+    def take_turn(self, micro_batch: int) -> None:
+        """Record that from now on this micro-batch computes, or with `OUTSIDE` none of several."""
+        if not self.log.turns or self.turn != micro_batch:
+            self.log.turns.append(Turn(len(self.log.entries), micro_batch))
+
     @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Leave the modules that run within the `with` block, in which another forward pass goes on."""
-        stack, module = self._stack, self.module
+    def turn_of(self, micro_batch: int) -> Iterator[None]:
+        """Record what runs within the `with` block as a micro-batch's, in the modules in which its last turn ended."""
+        self._stack, module = self._paused.pop(micro_batch, ([], ""))
+        self.take_turn(micro_batch)
+        self.enter(self.phase, module)
+        yield
+        self._paused[micro_batch] = self._stack, self.module
         self._stack = []
         self.enter(self.phase)
-        yield
-        self._stack = stack
-        self.enter(self.phase, module)
+        self.take_turn(OUTSIDE)
 
     def enter_experts(self, experts: Sequence[int]) -> None:
         """End the group of experts that was computed; `experts` are those that are computed next, empty for none."""
@@ -419,12 +443,19 @@ class Tracker(TorchDispatchMode):
         if self._group is None:
             return
         (key, start), self._group = self._group, None
+        if (segment := self._since(start)) is not None:
+            self._groups[key] = segment
+
+    def _since(self, start: Point, times: int = 1) -> tuple[Segment, list[int]] | None:
+        """Return what was recorded since `start`, if it leaves nothing behind, and the blocks that it works on. Its
+        work then counts so many times."""
         blocks = (one.block for one in self.log.done[start.done :] if one.block is not None)
         inputs = list(dict.fromkeys(block for block in blocks if block < start.blocks))
-        if (segment := Segment.of(self.log, start, inputs, (), ())) is not None:
-            self._groups[key] = segment, inputs
-            del self.log.done[start.done :]
-            self._add_work(segment, start.entries, inputs)
+        if (segment := Segment.of(self.log, start, inputs, (), ())) is None:
+            return None
+        del self.log.done[start.done :]
+        self._add_work(segment, start.entries, inputs, times)
+        return segment, inputs
 
     def cut(self, layer: int, *, backward: bool) -> None:
         """Record the end of a decoder layer's forward pass, or with `backward` the start of its backward pass.

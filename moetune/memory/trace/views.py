@@ -1,7 +1,7 @@
 """`Trace`: what a log says: peak, bytes by part, timeline, input of the allocator simulation."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +24,7 @@ from moetune.memory.report import (
 from moetune.memory.time.work import Work, WorkPart, sums
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Log
-from moetune.memory.trace.repeat import Events, layer_named
+from moetune.memory.trace.repeat import Events, all_turns, layer_named
 from moetune.parallel.messages import Message
 
 _BEFORE_ALL = -1_000
@@ -63,6 +63,7 @@ class Trace:
         axis_of: Callable[[Message], str],
         *,
         short: Shortened | None = None,
+        turns: Sequence[int] = (),
         left_out: int = 0,
         last_step: bool = False,
     ) -> "Trace":
@@ -71,6 +72,8 @@ class Trace:
         Args:
             axis_of: returns the axis of `parallel:` along which a collective communicates.
             short: the layers that ran and those that they stand for; None if all layers ran.
+            turns: for each micro-batch of a step in which they take turns, the one that ran that stands for it; empty
+                if all ran, or ran one after the other.
             left_out: number of micro-steps of the last step that were not run; each is counted, in collectives and
                 work, as another second micro-step.
             last_step: whether only the last step counts for the peak.
@@ -78,6 +81,7 @@ class Trace:
         Raises:
             UserError: the last step calls a collective whose bytes are not known.
         """
+        log = all_turns(log, turns) if turns else log
         last = max((mark.step for mark in log.marks), default=0)
         for sent in log.sent:
             if sent.step == last and not sent.message.is_known:
@@ -91,7 +95,7 @@ class Trace:
                 times = events.times(at, block) * (1 + left_out if micro_step == 1 else 1)
                 key = (message.kind, axis_of(message), f"in {phase}")
                 collectives.setdefault(key, []).extend([message.bytes] * times)
-        done = (one._replace(times=events.times(one.at, one.block)) for one in log.done if one.step == last)
+        done = (one._replace(times=one.times * events.times(one.at, one.block)) for one in log.done if one.step == last)
         begin = next(at for at, mark, *_ in events.marks if mark.step == last) if last_step else 0
         return cls(
             log,
@@ -203,7 +207,8 @@ class Trace:
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
 
     def phases(self) -> tuple[tuple[Phase, int], ...]:
-        """Return (phase, most bytes alive on the device in it) for each phase, in the order in which they begin.
+        """Return (phase, most bytes alive on the device in it) for each phase, in the order in which they begin, of the
+        steps whose peak counts.
 
         Loading is left out, and recomputation counts as the backward pass.
         """
@@ -212,7 +217,7 @@ class Trace:
         for (at, mark, *_), until in zip(self.events.marks, [*begins[1:], self.end + 1], strict=True):
             phase: Phase = "backward" if mark.phase == "recompute" else mark.phase
             alive = self.device[max(0, at - 1) : until]  # what is alive when the phase begins counts
-            if phase != "load":
+            if phase != "load" and at >= self.begin:
                 most[phase] = max(most.get(phase, 0), int(alive.max(initial=0)))
         return tuple(most.items())
 

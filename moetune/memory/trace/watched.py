@@ -107,13 +107,20 @@ class Watched:
                 if calls[tracker.step, layer, backward] % self.turns == (0 if at_last else 1 % self.turns):
                     tracker.cut(layer, backward=backward)
 
+        def arrive(gradient: Tensor, *, turn: int, layer: int | None = None) -> None:
+            tracker.take_turn(turn)
+            if layer is not None:
+                cut(layer, backward=True)
+
         def begin(module: nn.Module, args: Any, *, before: int) -> None:
+            if before == OUTSIDE and args and args[0].requires_grad and tracker.phase == "forward":
+                args[0].register_hook(partial(arrive, turn=tracker.turn))
             cut(before)
 
         def end(module: nn.Module, args: Any, output: Any, *, layer: int) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad and tracker.phase == "forward":
-                hidden.register_hook(lambda gradient: cut(layer, backward=True))
+                hidden.register_hook(partial(arrive, turn=tracker.turn, layer=layer))
             if layer not in follows.values():
                 cut(layer, at_last=True)
 

@@ -8,8 +8,9 @@ expert at a time.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from torch import Tensor
@@ -214,6 +215,28 @@ def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         raise UserError(
             f"the tensor names of {model.config.model_type!r} follow from a checkpoint only; give its folder: {error}"
         ) from error
+
+
+@lru_cache(maxsize=2)  # asked for by each run of a plan
+def published_paths(model: PreTrainedModel, linears: tuple[str, ...], experts: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return path of a linear layer -> its paths in published checkpoints, its own among them; and path of a layer's
+    experts -> the paths of the first expert's matrices, or of the stacks that hold all experts.
+
+    `model` may be on the meta device.
+    """
+    before = "model.language_model.", "language_model.model."  # the second before transformers 4.52
+    paths = {path: [path, path.replace(*before)] for path in linears} | {path: [path] for path in experts}
+    weights = {id(tensor): (path, tensor) for path in linears for tensor in [model.get_parameter(f"{path}.weight")]}
+    with suppress(ValueError):  # the names follow from a checkpoint
+        renamed = revert_weight_conversion(model, {f"{path}.weight": tensor for path, tensor in weights.values()})
+        for name, tensor in renamed.items():
+            if id(tensor) in weights:
+                paths[weights[id(tensor)][0]].append(name.removesuffix(".weight"))
+        for path in experts:
+            named = model.get_submodule(path).named_parameters(recurse=False)
+            first = {f"{path}.{name}": tensor.detach()[:1] for name, tensor in named if name in STACKS}
+            paths[path] = [name.removesuffix(".weight") for name in revert_weight_conversion(model, first)]
+    return paths
 
 
 ExpertLayout = Literal["apart", "rows", "converted"]

@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 def layer_by_layer(
-    model: nn.Module, forwards: Sequence[Callable[[], T]], pausing: Callable[[], AbstractContextManager[None]]
+    model: nn.Module, forwards: Sequence[Callable[[], T]], turn_of: Callable[[int], AbstractContextManager[None]]
 ) -> list[T]:
     """Call functions that each run the model's forward pass, layer by layer; return their results, in order.
 
     Args:
-        pausing: makes the context manager in which a forward pass waits while others run.
+        turn_of: makes, from the number of a function, the context manager within which it runs until others do.
     """
     layers, scheduler = decoder_layers(model), getcurrent()
     results: dict[int, T] = {}
@@ -38,22 +38,22 @@ def layer_by_layer(
         results[number] = forwards[number]()
 
     def let_others_run(*_: Any) -> None:
-        with pausing():
-            scheduler.switch()
+        scheduler.switch()
 
-    turns = [greenlet(partial(run, number)) for number in reversed(range(len(forwards)))]
-    for turn in turns:
+    turns = {number: greenlet(partial(run, number)) for number in reversed(range(len(forwards)))}
+    for turn in turns.values():
         turn.gr_context = copy_context()
     whole = (layer for path, layer in layers.items() if not any(path.startswith(f"{outer}.") for outer in layers))
     hooks = [layer.register_forward_pre_hook(let_others_run, prepend=True) for layer in whole]
     try:
-        while waiting := [turn for turn in turns if not turn.dead]:
-            for turn in waiting:
-                turn.switch()
+        while waiting := {number: turn for number, turn in turns.items() if not turn.dead}:
+            for number, turn in waiting.items():
+                with turn_of(number):
+                    turn.switch()
     finally:
         for hook in hooks:
             hook.remove()
-        for turn in turns:
+        for turn in turns.values():
             if not turn.dead:  # after an error: what the forward pass has entered is left
                 turn.throw()
     return [results[number] for number in range(len(forwards))]

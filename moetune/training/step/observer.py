@@ -1,6 +1,6 @@
 """Observers of a `Stepper`: backward passes, and gradients that no autograd hook sees."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -10,12 +10,13 @@ from torch import Tensor
 class StepObserver:
     """Base class of observers, which does nothing; a `Stepper` calls its methods."""
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Return a context manager within which each backward pass runs."""
+    def backward(self, losses: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
+        """Return a context manager within which each backward pass runs: of one loss, or of the sum of `losses`, those
+        of micro-batches that take turns."""
         return nullcontext()
 
-    def pausing(self) -> AbstractContextManager[None]:
-        """Return a context manager within which a forward pass waits while those of other micro-batches run."""
+    def turn(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Return a context manager within which a micro-batch computes, until it is the turn of another."""
         return nullcontext()
 
     def eager_gradient(self, gradient: Tensor) -> None:
@@ -37,7 +38,7 @@ class Where(StepObserver):
     phase: str = "load"
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self, losses: Sequence[Tensor] = ()) -> Iterator[None]:
         self.phase = "backward"
         yield
         self.phase = "forward"

@@ -131,10 +131,16 @@ class Stepper:
         )
         return self._counted([once() if self.fused is None else self._fused_passes(self.fused, once)])[0]
 
-    def _backward(self, loss: Tensor, backward: Callable[[Tensor], None] = torch.Tensor.backward) -> None:
-        """Run a backward pass, observed, of a loss that is first multiplied by the loss scale."""
+    def _backward(
+        self,
+        loss: Tensor,
+        backward: Callable[[Tensor], None] = torch.Tensor.backward,
+        losses: Sequence[Tensor] = (),
+    ) -> None:
+        """Run a backward pass, observed, of a loss that is first multiplied by the loss scale; `losses` are those of
+        which it is the sum."""
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
-        with self.observer.backward():
+        with self.observer.backward(losses):
             try:
                 backward(scaled)
             except Exception:
@@ -143,9 +149,10 @@ class Stepper:
 
     def _counted(self, done: list[MicroStep]) -> list[MicroStep]:
         """Add the losses and the expert load of micro-steps to those of the step."""
-        for result in done:
-            self.loss = self.loss + result.loss
-            self._biases.count(result.load)
+        for number, result in enumerate(done):
+            with self.observer.turn(number) if len(done) > 1 else nullcontext():
+                self.loss = self.loss + result.loss
+                self._biases.count(result.load)
         return done
 
     def micro_steps(self, batches: Sequence[Batch], total_tokens: Tensor | int) -> list[MicroStep]:
@@ -175,8 +182,8 @@ class Stepper:
             for batch in batches
         ]  # fmt: skip
         with nullcontext() if prefetcher is None else prefetcher.shared():
-            losses, done = zip(*layer_by_layer(model, forwards, self.observer.pausing), strict=True)
-        self._backward(torch.stack(losses).sum())
+            losses, done = zip(*layer_by_layer(model, forwards, self.observer.turn), strict=True)
+        self._backward(torch.stack(losses).sum(), losses=losses)
         return list(done)
 
     @torch.no_grad()

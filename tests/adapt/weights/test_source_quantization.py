@@ -506,7 +506,7 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:
     assert built(folder, FROZEN).run.config.model.base == "nvfp4"
     own["quant_algo"] = "NVFP4_AWQ"
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": own}))
-    with pytest.raises(UserError, match=r"already quantized \(modelopt\)"):
+    with pytest.raises(UserError, match=r"already quantized \(modelopt NVFP4_AWQ\)"):
         built(folder, FROZEN)
 
 

@@ -1,13 +1,16 @@
 """A shortened model's log, repeated, is the whole model's: every storage of a step and all its work, on one rank and on
-several."""
+several. So is the log of some micro-batches of those that go layer by layer."""
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import cycle, groupby, product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moetune.memory.allocator import simulate
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.log import Block
 from moetune.models.catalog.gpus import find_gpu
@@ -99,14 +102,16 @@ def is_alike(block: Block) -> bool:
 
 
 def order(traced: Trace) -> list[tuple[int, int]]:
-    """Births and deaths of all forward and backward passes on the device, in order."""
+    """Births and deaths of all forward and backward passes on the device, in order; deaths between two births by size,
+    because memory is the same in whatever order they come."""
     counts = {at: mark.phase not in ("load", "optimizer") for at, mark, *_ in traced.events.marks}
     counting, events, blocks = False, [], blocks_of(traced)
     for at, (storage, sign) in enumerate(zip(traced.events.storages, traced.events.signs, strict=True)):
         counting = counts.get(at, counting)
         if counting and not blocks[storage].on_host and is_alike(blocks[storage]):
             events.append((int(sign), blocks[storage].bytes))
-    return events
+    runs = (list(run) for _, run in groupby(events, key=lambda event: event[0]))
+    return [event for run in runs for event in (run if run[0][0] > 0 else sorted(run))]
 
 
 def same(short: Trace, whole: Trace) -> None:
@@ -131,6 +136,68 @@ def test_one_rank(case: str, tmp_path: Path) -> None:
     same(trace(config, gpu=CARD), trace(config, shortened=False, gpu=CARD))
 
 
+_TYPES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_hidden_layers": 7},
+    "qwen3_moe": {"num_hidden_layers": 6},
+    "gpt_oss": {"num_hidden_layers": 8, **TURNS},
+    "deepseek_v2": {"num_hidden_layers": 6},
+    "deepseek_v3": {"num_hidden_layers": 7},
+    "nemotron_h": APART,
+    "qwen3_next": {"num_hidden_layers": 12, **LINEAR},
+}
+_ADAPT = {"lora": LORA, "experts": {"experts": {"layers": "1-4", "ids": [0, 1]}, "router": "1-4"}, "all": EVERYTHING}
+_ON_A_PUSH = ("mixtral-experts-offload-packed-8", "gpt_oss-lora-full-padded-5", "deepseek_v3-all-none-packed-4")
+
+
+def _together() -> Iterator[str]:
+    """All types with LoRA under each checkpointing, packed and padded, and three of them with what else may train, over
+    2 to 8 micro-batches."""
+    counts = cycle(range(2, 9))
+    for model_type, checkpointing, rows in product(_TYPES, ("none", "full", "offload"), ("packed", "padded")):
+        yield f"{model_type}-lora-{checkpointing}-{rows}-{next(counts)}"
+    for model_type, adapt, checkpointing in product(
+        ("mixtral", "gpt_oss", "deepseek_v3"), ("experts", "all"), ("none", "full", "offload")
+    ):
+        yield f"{model_type}-{adapt}-{checkpointing}-packed-{next(counts)}"
+    yield from _ON_A_PUSH
+
+
+@pytest.mark.parametrize(
+    "case",
+    [name if name in _ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in dict.fromkeys(_together())],
+)
+def test_micro_batches_layer_by_layer(case: str, tmp_path: Path) -> None:
+    model_type, adapt, checkpointing, rows, count = case.split("-")
+    train = {"layer_by_layer": True, "accumulate": int(count), "checkpointing": checkpointing}
+    sections = {
+        "model": {"experts_on": "host"}, "train": train, "data": {"train": "unread", "packing": rows == "packed"}
+    }  # fmt: skip
+    model = write_toy(tmp_path, model_type, experts=2, **_TYPES[model_type])
+    config = toy_run(model, model_type, _ADAPT[adapt], **sections)
+    short, whole = (trace(config, gpu=CARD, shortened=shortened) for shortened in (True, False))
+    same(short, whole)
+    assert short.host_peak == whole.host_peak
+    reserved = (simulate(traced.allocations(), expandable=True) for traced in (short, whole))
+    assert next(reserved) == next(reserved)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", CASES)
+def test_first_step_that_only_creates_states(case: str, tmp_path: Path) -> None:
+    model_type, adapt, sections, sizes = CASES[case]
+    config = toy_run(write_toy(tmp_path, model_type, experts=2, **sizes), model_type, adapt, **sections)
+    _only_reserved_differs(*(trace(config, gpu=CARD, simulated=simulated) for simulated in (False, True)))
+
+
+def _only_reserved_differs(quick: Trace, both_steps: Trace) -> None:
+    for name in ("host_peak", "rounded_peak", "managed", "workspaces", "collectives", "work", "load"):
+        assert getattr(quick, name) == getattr(both_steps, name), name
+    assert quick.parts() == both_steps.parts()
+    assert quick.phases() == both_steps.phases()
+    assert quick.by_layer() == both_steps.by_layer()
+    assert len(quick.log.entries) < len(both_steps.log.entries)
+
+
 @pytest.mark.parametrize(
     "layout", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )
@@ -145,6 +212,7 @@ def test_several_ranks(layout: str, tmp_path: Path) -> None:
         short, whole = (trace(config, gpu=CARD, rank=rank, shortened=shortened) for shortened in (True, False))
         same(short, whole)
         assert short.collectives == whole.collectives
+        _only_reserved_differs(trace(config, gpu=CARD, rank=rank, simulated=False), short)
 
 
 @pytest.mark.full

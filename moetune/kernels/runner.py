@@ -1,0 +1,33 @@
+"""`Runner`: runs functions and loops that allocate alike whenever shapes are alike, so that a trace need not run each."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from torch import Tensor
+
+Outputs: TypeAlias = Sequence[Tensor | None]
+Run: TypeAlias = Callable[[Hashable, Callable[[Sequence[Tensor]], Outputs], Sequence[Tensor]], Outputs]
+"""(key, function, tensors) -> what the function returns for the tensors. The key is equal for calls that allocate the
+same storages if their tensors have equal shapes, strides, dtypes and devices."""
+Each: TypeAlias = Callable[[int, Tensor], Iterable[int]]
+"""(count, a tensor that is read) -> the numbers of a loop whose body leaves nothing behind, and from number 1 on
+allocates the same storages."""
+
+
+class Runner:
+    """How such functions and loops run: each, unless `running_by` replaces `run` and `each`."""
+
+    run: Run = staticmethod(lambda key, function, tensors: function(tensors))
+    each: Each = staticmethod(lambda count, tensor: range(count))
+
+
+@contextmanager
+def running_by(run: Run, each: Each) -> Iterator[None]:
+    """Let `run` call the functions within the `with` block, and `each` say which numbers of a loop run."""
+    before = Runner.run, Runner.each
+    Runner.run, Runner.each = staticmethod(run), staticmethod(each)
+    try:
+        yield
+    finally:
+        Runner.run, Runner.each = map(staticmethod, before)
