@@ -73,19 +73,19 @@ def _recomputed(operation: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         def of(tensors: Sequence[Tensor]) -> Outputs:
             values = list(rest)
-            for place, tensor in zip(places, tensors, strict=True):
-                values[place] = tensor
+            for index, tensor in zip(indices, tensors, strict=True):
+                values[index] = tensor
             args, kwargs = tree_unflatten(values, form)
             made = operation(*args, **kwargs)
             return [_alone(output) for output in ((made,) if isinstance(made, Tensor) else made)]
 
         key = operation.__module__, operation.__qualname__, form, tuple((type(value), value) for value in rest)
-        made = _Recomputed.apply(of, key, *(leaves[place] for place in places))
+        made = _Recomputed.apply(of, key, *(leaves[index] for index in indices))
         return made[0] if len(made) == 1 else made
 
     return run

@@ -190,18 +190,18 @@ def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., A
     """
     written = getattr(torch.ops.moetune, operator.name).default._schema.arguments
     changed = [
-        place
-        for place, argument in enumerate(written)
+        index
+        for index, argument in enumerate(written)
         if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in operator.scratch
     ]
 
     def outcome(launch: Callable[..., Any]) -> list[Any]:
         copies = copied(args)
         results = launch(*copies)
-        return [*(results if isinstance(results, tuple) else (results,)), *(copies[place] for place in changed)]
+        return [*(results if isinstance(results, tuple) else (results,)), *(copies[index] for index in changed)]
 
     expected = outcome(partial(referred, operator))
-    before = [*[None] * (len(expected) - len(changed)), *(args[place] for place in changed)]
+    before = [*[None] * (len(expected) - len(changed)), *(args[index] for index in changed)]
 
     def difference(launch: Callable[..., Any]) -> float:
         differences = [0.0]

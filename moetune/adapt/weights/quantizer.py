@@ -66,7 +66,7 @@ class MoetuneQuantizer(LoadingQuantizer):
         Raises `UserError` if the experts cannot be quantized, or the checkpoint does not fit the model.
         """
         plain, structure = copy.deepcopy(model), read_structure(model)
-        dtype = next(name for name, one in DTYPES.items() if one == model.config.dtype)
+        dtype = next(name for name, dtype in DTYPES.items() if dtype == model.config.dtype)
         config = self.quantization_config.model.model_copy(update={"dtype": dtype})
         unmatched = validation.unmatched_base(config, structure)
         raise_problems([*validation.unsupported_experts(model, structure), *unmatched])

@@ -81,7 +81,7 @@ def _draw(model: PreTrainedModel, path: str, fresh: list[Tensor]) -> None:
     while True:
         holder = model.get_submodule(path)
         for tensor in (*holder.parameters(), *holder.buffers()):
-            if not any(tensor is one for one in fresh):
+            if not any(tensor is new for new in fresh):
                 mark_initialized(tensor)
         draw(_owner(model, path), holder)
         if not path or not any(tensor.is_floating_point() and tensor.isnan().any() for tensor in fresh):

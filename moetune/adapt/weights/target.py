@@ -217,14 +217,14 @@ class LoadTarget:
         """
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
-        there = getattr(module, last)
-        if there.shape != tensor.shape:
-            raise RuntimeError(f"{name} is {[*tensor.shape]}, not {[*there.shape]}")
-        if stays_on_host(there):
-            there.copy_(tensor)
+        current = getattr(module, last)
+        if current.shape != tensor.shape:
+            raise RuntimeError(f"{name} is {[*tensor.shape]}, not {[*current.shape]}")
+        if stays_on_host(current):
+            current.copy_(tensor)
         else:
             is_buffer = last in dict(module.named_buffers(recurse=False))
-            dtype = self._kept_dtypes.get(name, there.dtype) if there.is_floating_point() else tensor.dtype
+            dtype = self._kept_dtypes.get(name, current.dtype) if current.is_floating_point() else tensor.dtype
             tensor = tensor.to(self.device, dtype)
             setattr(module, last, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
         self._note(tensor.numel())
