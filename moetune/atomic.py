@@ -197,8 +197,8 @@ def refuse_unfit(out: Path, overwrite: bool, needed: int = 0, kind: str = "expor
                 f"--out {str(out)!r} holds no {kind}, or one of an earlier version, which has no {Ledger.NAME}; "
                 "choose another"
             )
-        if found := foreign_in(out, {Ledger.NAME, *ledger.paths}):
-            raise UserError(f"--out {str(out)!r}: {str(found)!r} is not part of the {kind} there; move it away")
+        if foreign := foreign_in(out, {Ledger.NAME, *ledger.paths}):
+            raise UserError(f"--out {str(out)!r}: {str(foreign)!r} is not part of the {kind} there; move it away")
     if (free := free_bytes(out)) < needed:
         raise UserError(f"--out {str(out)!r}: {needed:,} bytes are needed there and {free:,} are free")
 

@@ -71,7 +71,7 @@ def names_in(folder: Path) -> list[str]:
 
 def nearest_existing(path: Path) -> Path:
     """Return `path`, if there is something, else the nearest of its parents that exists."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def free_bytes(path: Path) -> int:
@@ -244,8 +244,8 @@ def refused(error: BaseException) -> str | None:
         if isinstance(cause, OSError) and cause.errno is not None:
             where = f" ({cause.filename})" if cause.filename else ""
             return f"{cause.strerror or os.strerror(cause.errno)}{where}"
-        if found := re.search(r"\(os error (\d+)\)", str(cause)):  # the form of Rust's messages
-            return os.strerror(int(found[1]))
+        if match := re.search(r"\(os error (\d+)\)", str(cause)):  # the form of Rust's messages
+            return os.strerror(int(match[1]))
     return None
 
 
