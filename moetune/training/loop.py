@@ -242,9 +242,9 @@ class Loop:
             raise error
         self.micro_batch = size // next(n for n in range(2, size + 1) if size % n == 0)
         train = self.smaller_run().config.train
-        place = {"phase": where.phase, "micro_step": where.micro_step}
+        moment = {"phase": where.phase, "micro_step": where.micro_step}
         smaller = {"micro_batch": train.micro_batch, "accumulate": train.accumulate}
-        self.folder.append_metrics({"step": where.step, "out_of_memory": place, **smaller})
+        self.folder.append_metrics({"step": where.step, "out_of_memory": moment, **smaller})
         self._say(
             f"step {where.step}: out of memory in {where.phase}, micro-step {where.micro_step}; the step is run again "
             f"with train.micro_batch {train.micro_batch}, train.accumulate {train.accumulate}"
