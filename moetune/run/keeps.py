@@ -70,8 +70,8 @@ def unknown_layers(train: TrainConfig, structure: ModelStructure) -> Iterator[st
             has = f"the {what} {ranges(every)}" if every else f"no {what}"
             yield f"train.checkpointing.{name}: {ranges(wrong)}, and {structure.model_type!r} has {has}"
     kept = kept_by_layer(train, structure).items()
-    if both := [layer for layer, keeps in kept if {"rest", "host"} <= keeps]:
-        yield f"train.checkpointing.host: {ranges(both)}, and layers in rest keep their input; name each in one list"
+    if in_both := [layer for layer, keeps in kept if {"rest", "host"} <= keeps]:
+        yield f"train.checkpointing.host: {ranges(in_both)}, and layers in rest keep their input; name each in one list"
 
 
 def section_of(keeps: Mapping[int, Kept]) -> KeptConfig | Literal["full"]:

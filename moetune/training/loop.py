@@ -298,7 +298,7 @@ class Loop:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         at_once = train.accumulate if self.ranks.parallel.pp > 1 else 1  # micro-batches in the pipeline together
         for first in range(0, len(batches), at_once):
-            parts = [([rows[index] for index in one.rows], one.counts) for one in batches[first : first + at_once]]
+            parts = [([rows[index] for index in part.rows], part.counts) for part in batches[first : first + at_once]]
             if self.ranks.parallel.pp > 1:
                 made = collate_evenly(parts, len(batches[0].rows), at_once, self.collate)
                 predicted = torch.stack([*map(count_loss_tokens, made)]).sum().to(self.device)
