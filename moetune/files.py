@@ -197,8 +197,8 @@ class Ledger:
                 if not self.file.is_symlink() and header.startswith(self.file.read_text(encoding="utf-8")):
                     self.file.unlink()  # the header was cut short by a kill
         if lines:
-            how = os.O_CREAT | os.O_EXCL if self.kind is None else 0
-            with os.fdopen(os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | how, 0o666), "ab") as file:
+            flags = os.O_CREAT | os.O_EXCL if self.kind is None else 0
+            with os.fdopen(os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | flags, 0o666), "ab") as file:
                 file.write(("\n" * (self.kind is not None) + "\n".join(lines) + "\n").encode())
                 file.flush()
                 os.fsync(file.fileno())

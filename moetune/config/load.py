@@ -188,10 +188,10 @@ def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
         path = expanded(name)
         if path.is_absolute() or expanded(path_and_split(name)[0]).exists() or not _FILE_NAME.fullmatch(name):
             continue
-        places = list(dict.fromkeys((*([beside / name] if beside else []), path.absolute())))
-        where = f", neither beside the run file ({str(places[0])!r}) nor in the working directory ({str(places[-1])!r})"
-        near = suggest(path.name, [sibling for file in places for sibling in names_in(file.parent)])
-        problems.append(f"no such file: {name!r}{where if len(places) > 1 else ''}.{near}")
+        paths = list(dict.fromkeys((*([beside / name] if beside else []), path.absolute())))
+        where = f", neither beside the run file ({str(paths[0])!r}) nor in the working directory ({str(paths[-1])!r})"
+        near = suggest(path.name, [sibling for file in paths for sibling in names_in(file.parent)])
+        problems.append(f"no such file: {name!r}{where if len(paths) > 1 else ''}.{near}")
     if problems:
         raise UserError("\n".join(problems))
 

@@ -52,10 +52,10 @@ def rank_of(ranks: int | LoraRanks, target: str, layer: int | None) -> int | Non
         target: the entry of `adapt.lora.targets` that the factors are for.
         layer: index of the decoder layer; None outside of the layers.
     """
-    here = ranks[target] if isinstance(ranks, dict) and is_by_target(ranks) else ranks
-    if isinstance(here, int):
-        return here
-    for key, rank in here.items():
+    of_target = ranks[target] if isinstance(ranks, dict) and is_by_target(ranks) else ranks
+    if isinstance(of_target, int):
+        return of_target
+    for key, rank in of_target.items():
         if isinstance(rank, int) and layer is not None and layer in (layer_range(key) or ()):
             return rank
     return None

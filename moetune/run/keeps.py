@@ -52,8 +52,8 @@ def kept_by_layer(train: TrainConfig, structure: ModelStructure) -> dict[int, Ke
         layers["rows"] = of_experts if train.checkpointing == "none" else []
     if isinstance(train.keep_rows, int):
         layers["rows"] = layers["rows"] or of_experts[-train.keep_rows :]
-    every = sorted({layer for some in layers.values() for layer in some})
-    return {layer: frozenset(name for name, some in layers.items() if layer in some) for layer in every}
+    every = sorted({layer for numbers in layers.values() for layer in numbers})
+    return {layer: frozenset(name for name, numbers in layers.items() if layer in numbers) for layer in every}
 
 
 def unknown_layers(train: TrainConfig, structure: ModelStructure) -> Iterator[str]:

@@ -300,9 +300,9 @@ class Loop:
         for first in range(0, len(batches), at_once):
             parts = [([rows[index] for index in part.rows], part.counts) for part in batches[first : first + at_once]]
             if self.ranks.parallel.pp > 1:
-                made = collate_evenly(parts, len(batches[0].rows), at_once, self.collate)
-                predicted = torch.stack([*map(count_loss_tokens, made)]).sum().to(self.device)
-                loss = self.ranks.total_over_stages(self.stepper.held_out_loss([*map(self._on_device, made)]))
+                collated = collate_evenly(parts, len(batches[0].rows), at_once, self.collate)
+                predicted = torch.stack([*map(count_loss_tokens, collated)]).sum().to(self.device)
+                loss = self.ranks.total_over_stages(self.stepper.held_out_loss([*map(self._on_device, collated)]))
             else:
                 loss, predicted = held_out_loss(model, self._on_device(self._batch(*parts[0])), memory)
             sums += torch.stack([loss.double(), predicted.double()])

@@ -158,9 +158,9 @@ class _Matching:
             own = whole_name(tied.get(name, name), adapted.selection)
             if own in wanted:
                 self.values[own] = tensor
-            elif (here := frozen.get(own)) is None or not (here.is_meta or tensor.to(here).equal(here)):
+            elif (current := frozen.get(own)) is None or not (current.is_meta or tensor.to(current).equal(current)):
                 setting = f"; set adapt.{'router' if name in routers else 'also'} so that it trains"
-                is_parameter = isinstance(here, nn.Parameter)
+                is_parameter = isinstance(current, nn.Parameter)
                 self.problems.append(
                     f"{name}: is in the adapter; it is frozen here, with another value{setting * is_parameter}"
                 )

@@ -61,8 +61,8 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             if tensor.is_meta:
-                made = torch.empty_like(tensor, device=device)
-                fresh[name] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                real = torch.empty_like(tensor, device=device)
+                fresh[name] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
                 setattr(module, name, fresh[name])
         floats = {name: tensor for name, tensor in fresh.items() if tensor.is_floating_point()}
         for tensor in floats.values():

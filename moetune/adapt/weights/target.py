@@ -67,8 +67,8 @@ class LoadTarget:
         on_read: Callable[[float], None] | None = None,
     ) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, DTYPES[config.dtype]
-        here, self._moe_layers = dict(model.named_modules()), structure.moe_layers
-        self.layers = {layer.experts: layer for layer in structure.moe_layers if layer.experts in here}
+        modules, self._moe_layers = dict(model.named_modules()), structure.moe_layers
+        self.layers = {layer.experts: layer for layer in structure.moe_layers if layer.experts in modules}
         self.linears = linears
         stored = {x.experts: config.storage_of("experts", x.index) for x in structure.moe_layers} | {**linears}
         self.formats = {path: format_of(storage, config.double_quant) for path, storage in stored.items()}
@@ -142,8 +142,8 @@ class LoadTarget:
         bank, matrix = self.bank(path), matrix_of(stack)
         if expert not in bank.frozen_slots or matrix.endswith("_bias"):
             return None
-        of = bank.gate_up if matrix == "gate_up" else bank.down
-        return of.pieces, (of.shape[0] // of.pieces, of.shape[1])
+        projection = bank.gate_up if matrix == "gate_up" else bank.down
+        return projection.pieces, (projection.shape[0] // projection.pieces, projection.shape[1])
 
     def install(self, path: str) -> None:
         """Replace a layer's experts module in the model by its bank; call it once all weights of the layer are put.

@@ -255,8 +255,8 @@ _OVERWRITES |= {"low_rank", "low_rank_product_", "low_rank_gradients_"}
 
 def written_by(func: Any, args: Any) -> Tensor | None:
     """Return the first argument that an operation writes in place; None if there is none or it is no tensor."""
-    places = _written(func)
-    changed = args[places[0][0]] if places and places[0][0] < len(args) else None
+    written = _written(func)
+    changed = args[written[0][0]] if written and written[0][0] < len(args) else None
     return changed if isinstance(changed, Tensor) else None
 
 

@@ -36,10 +36,10 @@ class LMHead:
 
     def __init__(self, logits_of: Callable[[Tensor], Tensor], empty_BoH: Tensor) -> None:
         self._logits_of = logits_of
-        with _EmptyTensors() as made:
+        with _EmptyTensors() as tensors:
             logits_BoV = logits_of(empty_BoH)
         self.vocabulary, self.width = logits_BoV.shape[-1], logits_BoV.element_size()
-        self.row_bytes = self.vocabulary * sum(t.element_size() for t in made if t.shape[-1] == self.vocabulary)
+        self.row_bytes = self.vocabulary * sum(t.element_size() for t in tensors if t.shape[-1] == self.vocabulary)
         self.trained = _leaves(logits_BoV)
 
     def __call__(self, hidden_nH: Tensor) -> Tensor:

@@ -155,11 +155,11 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (exponent,) = ctx.saved_tensors
-        made, ctx.made = ctx.made, None
-        if made is None:
+        gradients, ctx.made = ctx.made, None
+        if gradients is None:
             raise RuntimeError("backward of this loss has run already, and its gradients were freed")
         factor = torch.ldexp(gradient, -exponent)
-        return None, None, None, None, *(None if grad is None else grad.mul_(factor) for grad in made)
+        return None, None, None, None, *(None if grad is None else grad.mul_(factor) for grad in gradients)
 
 
 def _let_go_of_gradients(scalar: Tensor) -> None:
