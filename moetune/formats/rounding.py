@@ -71,8 +71,9 @@ class Rounding:
         """
         rows: dict[str, Tensor] = {}
         tables = self.format.tables()
-        index = 0
+        numbers = iter(range(count))
         for weight in weights:  # not by `enumerate`, which holds a weight until it has the next
+            index = next(numbers)
             shape = len(weight) // pieces, weight.shape[1]
             if not index:
                 sizes = self.format.buffers(count * pieces, shape).items()
@@ -84,7 +85,6 @@ class Rounding:
                 row = {name: of_all[index * pieces + number] for name, of_all in rows.items() if name not in tables}
                 self.format.quantize(weight[number * shape[0] :][: shape[0]], row, largest, self.keep)
             del weight, largest
-            index += 1
         return self.format.dequantize(rows, shape, dtype).view(count, -1, shape[1])
 
 

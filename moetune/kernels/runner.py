@@ -1,4 +1,4 @@
-"""`Runner`: runs functions and loops that allocate alike whenever shapes are alike, so that a trace need not run each."""
+"""`Runner`: runs functions and loops that allocate alike if shapes are alike, so that a trace need not run each."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -43,6 +43,13 @@ class Block:
     layer: int | None = None
     in_bank: bool = False
 
+    def at(self, born: int, died: int | None) -> "Block":
+        """Return this block with other places in a log; `dataclasses.replace` takes five times as long."""
+        return Block(
+            self.bytes, self.part, self.phase, self.module, self.op, born, died,
+            self.on_host, self.fetched, self.managed, self.layer, self.in_bank,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Mark:

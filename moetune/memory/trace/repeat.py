@@ -266,7 +266,7 @@ def all_turns(log: Log, like: Sequence[int]) -> Log:
         return record._replace(at=at[record.at], block=block)
 
     return Log(
-        [replace(log.blocks[own], born=born, died=None if died == end else died) for own, born, died in lifetimes],
+        [log.blocks[own].at(born, None if died == end else died) for own, born, died in lifetimes],
         np.where(events.signs > 0, events.storages, ~events.storages).tolist(),
         [replace(mark, at=event) for event, mark, *_ in events.marks],
         [cut._replace(at=at[cut.at]) for cut in log.cuts],
