@@ -53,20 +53,20 @@ def out_of(folder: Path) -> Path:
 
 
 @contextmanager
-def aside(out: Path, of: Mapping[str, Any] | None = None, *, overwrite: bool = False) -> Iterator[Path]:
+def aside(out: Path, task: Mapping[str, Any] | None = None, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield the folder `aside_of(out)`, in which only this process writes; remove it at the end.
 
     What a killed process left there is removed first; an output that it had moved away is moved back.
 
     Args:
-        of: all that the work depends on, as JSON values. If the body is interrupted, or raises an error, after it has
-            written something, the folder stays, and a call with the same `of` finds it as it was; but not after a
+        task: all that the work depends on, as JSON values. If the body is interrupted, or raises an error, after it has
+            written something, the folder stays, and a call with the same `task` finds it as it was; but not after a
             `UserError` in the first such call (bad input: none would get further). None: no call goes on with it.
-        overwrite: remove also what a call with another `of` has begun.
+        overwrite: remove also what a call with another `task` has begun.
 
     Raises:
-        UserError: another process writes `out`; one with another `of` has begun to; or there is something else of this
-            name.
+        UserError: another process writes `out`; one with another `task` has begun to; or there is something else of
+            this name.
         OSError: the folder cannot be written.
     """
     folder, what = aside_of(out), f"--out {str(out)!r}"
@@ -77,7 +77,7 @@ def aside(out: Path, of: Mapping[str, Any] | None = None, *, overwrite: bool = F
     try:
         writer.take(what, create=True)
         begun = (_record(folder) or {}).get("of")
-        goes_on = begun is not None and begun == of
+        goes_on = begun is not None and begun == task
         if begun is not None and not goes_on and not overwrite:
             raise UserError(
                 f"{what} was begun with another model, other data or settings, and {str(folder)!r} holds what is done; "
@@ -85,12 +85,12 @@ def aside(out: Path, of: Mapping[str, Any] | None = None, *, overwrite: bool = F
             )
         if not goes_on:
             _clear(folder, out)
-            _write_record(folder, of)
+            _write_record(folder, task)
         stays = False
         try:
             yield folder
         except BaseException as error:
-            stays = of is not None and (goes_on or not isinstance(error, UserError))
+            stays = task is not None and (goes_on or not isinstance(error, UserError))
             stays = stays and any(item.is_file() and item.stat().st_size for item in _work(folder))
             raise
         finally:
@@ -119,7 +119,7 @@ def publish(out: Path) -> None:
 
 @contextmanager
 def new_folder(
-    out: Path, overwrite: bool, needed: int = 0, *, kind: str = "export", of: Mapping[str, Any] | None = None
+    out: Path, overwrite: bool, needed: int = 0, *, kind: str = "export", task: Mapping[str, Any] | None = None
 ) -> Iterator[Path]:
     """Yield an empty temporary folder to write into; rename it to `out` when the body ends without an error.
 
@@ -129,7 +129,7 @@ def new_folder(
         overwrite: replace `out` if it holds an earlier output of the same kind.
         needed: bytes that will be written, to check the free space of the disk.
         kind: what is written, such as "export", for the ledger and messages.
-        of: as in `aside`; with it the folder may hold what an interrupted call has written.
+        task: as in `aside`; with it the folder may hold what an interrupted call has written.
 
     Raises:
         UserError: `out` is occupied or cannot be written, or its disk is too small; or a file that the body reads
@@ -137,7 +137,7 @@ def new_folder(
     """
     out = expanded(out).absolute()
     refuse_unfit(out, overwrite, needed, kind)
-    with writing(out), aside(out, of, overwrite=overwrite) as folder:
+    with writing(out), aside(out, task, overwrite=overwrite) as folder:
         new = folder / NEW
         new.mkdir(exist_ok=True)
         yield new
@@ -197,8 +197,8 @@ def refuse_unfit(out: Path, overwrite: bool, needed: int = 0, kind: str = "expor
                 f"--out {str(out)!r} holds no {kind}, or one of an earlier version, which has no {Ledger.NAME}; "
                 "choose another"
             )
-        if found := foreign_in(out, {Ledger.NAME, *ledger.paths}):
-            raise UserError(f"--out {str(out)!r}: {str(found)!r} is not part of the {kind} there; move it away")
+        if foreign := foreign_in(out, {Ledger.NAME, *ledger.paths}):
+            raise UserError(f"--out {str(out)!r}: {str(foreign)!r} is not part of the {kind} there; move it away")
     if (free := free_bytes(out)) < needed:
         raise UserError(f"--out {str(out)!r}: {needed:,} bytes are needed there and {free:,} are free")
 
@@ -225,8 +225,8 @@ def _record(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def _write_record(folder: Path, of: Mapping[str, Any] | None) -> None:
-    write_whole(folder / _OF, json.dumps({"written by moetune": "aside", "of": of}))
+def _write_record(folder: Path, task: Mapping[str, Any] | None) -> None:
+    write_whole(folder / _OF, json.dumps({"written by moetune": "aside", "of": task}))
 
 
 def _work(folder: Path) -> Iterator[Path]:

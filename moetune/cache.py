@@ -60,8 +60,8 @@ def _versions() -> dict[str, str]:
 
 def _switches() -> list[bool]:
     """Return which kernels of attention torch may choose, and whether operations must be deterministic."""
-    of = torch.backends.cuda
-    kernels = of.flash_sdp_enabled, of.mem_efficient_sdp_enabled, of.cudnn_sdp_enabled, of.math_sdp_enabled
+    cuda = torch.backends.cuda
+    kernels = cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.math_sdp_enabled
     return [is_on() for is_on in (*kernels, torch.are_deterministic_algorithms_enabled)]
 
 

@@ -71,7 +71,7 @@ def names_in(folder: Path) -> list[str]:
 
 def nearest_existing(path: Path) -> Path:
     """Return `path`, if there is something, else the nearest of its parents that exists."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def free_bytes(path: Path) -> int:
@@ -197,8 +197,8 @@ class Ledger:
                 if not self.file.is_symlink() and header.startswith(self.file.read_text(encoding="utf-8")):
                     self.file.unlink()  # the header was cut short by a kill
         if lines:
-            how = os.O_CREAT | os.O_EXCL if self.kind is None else 0
-            with os.fdopen(os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | how, 0o666), "ab") as file:
+            flags = os.O_CREAT | os.O_EXCL if self.kind is None else 0
+            with os.fdopen(os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | flags, 0o666), "ab") as file:
                 file.write(("\n" * (self.kind is not None) + "\n".join(lines) + "\n").encode())
                 file.flush()
                 os.fsync(file.fileno())
@@ -244,8 +244,8 @@ def refused(error: BaseException) -> str | None:
         if isinstance(cause, OSError) and cause.errno is not None:
             where = f" ({cause.filename})" if cause.filename else ""
             return f"{cause.strerror or os.strerror(cause.errno)}{where}"
-        if found := re.search(r"\(os error (\d+)\)", str(cause)):  # the form of Rust's messages
-            return os.strerror(int(found[1]))
+        if match := re.search(r"\(os error (\d+)\)", str(cause)):  # the form of Rust's messages
+            return os.strerror(int(match[1]))
     return None
 
 

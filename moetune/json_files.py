@@ -37,12 +37,12 @@ class DuplicateKeyError(ValueError):
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    by_key = dict(pairs)
+    if len(by_key) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
+        twice = next(key for key in by_key if keys.count(key) > 1)
         raise DuplicateKeyError(f"the key {shown(twice)} appears more than once in one object; keep one of them")
-    return found
+    return by_key
 
 
 UNIQUE_KEYS = json.JSONDecoder(object_pairs_hook=_without_duplicates)
@@ -76,11 +76,11 @@ def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "")
     """
     with reading(what, remedy):
         try:
-            found: T = adapter_of(kind).validate_json(text, strict=True)
+            parsed: T = adapter_of(kind).validate_json(text, strict=True)
         except ValidationError as error:
             raise ValueError(first_problem(error)) from error
         UNIQUE_KEYS.decode(text.decode())
-        return found
+        return parsed
 
 
 def sealed(body: Mapping[str, Any]) -> str:

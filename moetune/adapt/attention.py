@@ -171,9 +171,9 @@ def _largest_head(plain: PreTrainedModel) -> int:
     calls: list[tuple[nn.Module, int, bool]] = []
 
     def mask(*args: Any, mask_function: Any, **kwargs: Any) -> Any:
-        made: Any = torch.empty(1, 1, _ROW, _ROW, device="meta", dtype=torch.bool)
-        made.window = _window_of(mask_function)
-        return made
+        empty: Any = torch.empty(1, 1, _ROW, _ROW, device="meta", dtype=torch.bool)
+        empty.window = _window_of(mask_function)
+        return empty
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Any, **passed: Any) -> Any:
         window = getattr(given, "window", None)

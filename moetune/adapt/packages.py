@@ -63,8 +63,8 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor) -> tuple[Tensor, T
     """Return a module's output for hidden states [1, tokens, hidden], and their gradient, in float32."""
     given = hidden.clone().requires_grad_()
     with torch.enable_grad():
-        made = module(given)
-        out = made if isinstance(made, Tensor) else made[0]
+        result = module(given)
+        out = result if isinstance(result, Tensor) else result[0]
         (dhidden,) = torch.autograd.grad(out, given, gradient)
     return out.detach().float(), dhidden.float()
 

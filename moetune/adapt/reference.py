@@ -71,6 +71,6 @@ class Reference:
 def _exchange(parameter: nn.Parameter, on_host: Tensor) -> None:
     """Exchange the values of a parameter and of a tensor in host memory, unseen by autograd."""
     values = parameter.data
-    other = torch.empty_like(values).copy_(on_host)
+    on_device = torch.empty_like(values).copy_(on_host)
     on_host.copy_(values)
-    values.copy_(other)
+    values.copy_(on_device)

@@ -52,27 +52,27 @@ def _recomputed(operation: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-        def of(tensors: Sequence[Tensor]) -> Outputs:
+        def outputs_of(tensors: Sequence[Tensor]) -> Outputs:
             values = list(rest)
-            for place, tensor in zip(places, tensors, strict=True):
-                values[place] = tensor
+            for index, tensor in zip(indices, tensors, strict=True):
+                values[index] = tensor
             args, kwargs = tree_unflatten(values, form)
-            made = operation(*args, **kwargs)
-            return [_alone(output) for output in ((made,) if isinstance(made, Tensor) else made)]
+            results = operation(*args, **kwargs)
+            return [_alone(output) for output in ((results,) if isinstance(results, Tensor) else results)]
 
         key = operation.__module__, operation.__qualname__, form, tuple((type(value), value) for value in rest)
-        made = _Recomputed.apply(of, key, *(leaves[place] for place in places))
-        return made[0] if len(made) == 1 else made
+        outputs = _Recomputed.apply(outputs_of, key, *(leaves[index] for index in indices))
+        return outputs[0] if len(outputs) == 1 else outputs
 
     return run
 
 
-def _alone(made: Tensor | None) -> Tensor | None:
+def _alone(output: Tensor | None) -> Tensor | None:
     """Return a tensor in a storage of its own size: scans cut off what they have padded, which would stay."""
-    return made.clone() if made is not None and made.untyped_storage().nbytes() > made.nbytes else made
+    return output.clone() if output is not None and output.untyped_storage().nbytes() > output.nbytes else output
 
 
 class _Recomputed(torch.autograd.Function):

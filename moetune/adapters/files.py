@@ -236,8 +236,8 @@ def write_adapter(folder: Path, tensors: Tensors, settings: Mapping[str, Any], r
     """
     kinds = {f"{PREFIX}{name}": (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)  # tensors that were read from it stay mapped
-    places = create_file(folder / WEIGHTS_FILE, kinds, {_RECORD: json.dumps(record, sort_keys=True)})
+    stored = create_file(folder / WEIGHTS_FILE, kinds, {_RECORD: json.dumps(record, sort_keys=True)})
     for name, tensor in tensors.items():
-        places[f"{PREFIX}{name}"].write(tensor)
+        stored[f"{PREFIX}{name}"].write(tensor)
     (folder / CONFIG_FILE).write_text(json.dumps(dict(settings), indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return sum(tensor.nbytes for tensor in tensors.values())

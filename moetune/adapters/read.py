@@ -161,10 +161,10 @@ class _Reader:
             plain = unwrapped(name)
             if plain not in parameters:
                 unread.append(f"{name}: belongs to no parameter of {base.name!r}")
-            elif (here := parameters[plain].shape) != tensor.shape:
-                resized = len(here) == 2 and here[1:] == tensor.shape[1:]
+            elif (shape := parameters[plain].shape) != tensor.shape:
+                resized = len(shape) == 2 and shape[1:] == tensor.shape[1:]
                 unread.append(
-                    f"{name}: is {[*tensor.shape]}, and that of {base.name!r} is {[*here]}"
+                    f"{name}: is {[*tensor.shape]}, and that of {base.name!r} is {[*shape]}"
                     + ("; give the base with as many rows, which it was trained on" if resized else "")
                 )
             else:
@@ -189,8 +189,8 @@ class _Reader:
             self.named.setdefault((layer.experts, role), module)
         elif len(half) < 2:
             unread.append(f"{module}: lora_{'B' if 'A' in half else 'A'} is missing")
-        elif (of := base.experts(inner)) is not None:
-            self.slots[of.experts][module.count(".base_layer")] = inner, half["A"], half["B"]
+        elif (moe_layer := base.experts(inner)) is not None:
+            self.slots[moe_layer.experts][module.count(".base_layer")] = inner, half["A"], half["B"]
         elif (path := base.linear(module)) is not None:
             info, A, B = base.structure.lora_layers()[path], half["A"], half["B"]
             if A.ndim == B.ndim == 2 and (A.shape[1], *B.shape) == (info.in_features, info.out_features, len(A)):
@@ -364,11 +364,11 @@ class _Reader:
             return None
         stacked = own.get(None)
         if stacked is None:
-            some = next(iter(own.values()))
-            if {part.shape for part in own.values()} != {some.shape}:
+            example = next(iter(own.values()))
+            if {part.shape for part in own.values()} != {example.shape}:
                 self.parsed.unread.append(f"{where} has another rank for some experts")
                 return None
-            stacked = torch.stack([own.get(expert, torch.zeros_like(some)) for expert in range(count)])
+            stacked = torch.stack([own.get(expert, torch.zeros_like(example)) for expert in range(count)])
         elif stacked.ndim == 3 and len(stacked) == 1:
             stacked = stacked.expand(count, -1, -1)
         is_twice = None in own and len(own) > 1

@@ -256,21 +256,21 @@ def _filled(adapter: Adapter, base: AdapterBase, joined: tuple[tuple[str, ...], 
     `joined`.
     """
     experts, filled, linears, known = {}, [], dict(adapter.linears), base.structure.linears()
-    for path, some in adapter.linears.items():
+    for path, factors in adapter.linears.items():
         block, _, leaf = path.rpartition(".")
         for sibling in next((group for group in joined if leaf in group), ()):
             if (name := f"{block}.{sibling}") in known and name not in linears:
-                A = some.A.new_zeros(some.rank, known[name].in_features)
-                linears[name] = Factors(A, some.B.new_zeros(known[name].out_features, some.rank), some.scale)
+                A = factors.A.new_zeros(factors.rank, known[name].in_features)
+                linears[name] = Factors(A, factors.B.new_zeros(known[name].out_features, factors.rank), factors.scale)
                 filled.append(name)
     for path, projections in adapter.experts.items():
-        some, own = next(iter(projections.values())), dict(projections)
+        factors, own = next(iter(projections.values())), dict(projections)
         for name, (into, out) in sizes_of(base.layers[path]).items():
             if name not in own:
                 filled.append(f"{path}.{name}")
-                count = len(some.A)
-                A, B = some.A.new_zeros(count, some.rank, into), some.A.new_zeros(count, out, some.rank)
-                own[name] = Factors(A, B, some.scale)
+                count = len(factors.A)
+                A, B = factors.A.new_zeros(count, factors.rank, into), factors.A.new_zeros(count, out, factors.rank)
+                own[name] = Factors(A, B, factors.scale)
         experts[path] = own
     return replace(adapter, linears=linears, experts=experts), filled
 

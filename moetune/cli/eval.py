@@ -47,7 +47,7 @@ def eval_(
     if opened.run is not None:
         lengths = lengths_of(rows)
         rough = surely_below(opened.resolved.structure, ROWS * max(lengths, default=0))
-        refuse_unfit("eval", rough, lambda here: predict_eval(opened, lengths, gpu=here))
+        refuse_unfit("eval", rough, lambda card: predict_eval(opened, lengths, gpu=card))
     result = evaluated(opened, rows, name, data)
     which = ", which the run trained on" if result.held_out is False else ""
     kind = "held-out loss" if result.held_out else "loss"

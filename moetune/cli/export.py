@@ -86,7 +86,7 @@ def export(
     if format_ == "merged" and into is None:
         trained = opened = open_run(run)
         largest = max(part.numel for part in opened.adapted.structure.parameters)
-        refuse_unfit("export", 64 * largest, lambda here: predict_merged(opened))
+        refuse_unfit("export", 64 * largest, lambda _: predict_merged(opened))
     result = export_trained(trained, format_, out, overwrite=overwrite, into=into)
     note(*result.notes)
     shown = [

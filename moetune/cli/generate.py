@@ -65,7 +65,7 @@ def generate(
         from moetune.inference.memory import predict_generate
         from moetune.planning.at_hand import refuse_unfit, surely_below
 
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     asked = [{"role": "user", "content": prompt or ""}] if chat else prompt or ""
     device, card = cli.target(gpu) if predict else (None, None)
     opened = cli.found_model(model, base, device)
@@ -93,13 +93,13 @@ def generate(
         refuse_unfit(
             "generate",
             surely_below(opened.resolved.structure, length + most),
-            lambda here: predict_generate(opened, length, most, temperature, gpu=here),
+            lambda card: predict_generate(opened, length, most, temperature, gpu=card),
         )
     if prompts is not None and out is not None:
-        done = complete(opened, prompts, out, batch=batch, samples=samples, **how)
+        done = complete(opened, prompts, out, batch=batch, samples=samples, **options)
         cli.answer(json_, done.to_json(), f"{done.texts:,} texts for {done.records:,} records written to {done.out}")
         return
-    text = go_on(opened, asked, **how, stream=not json_)
+    text = go_on(opened, asked, **options, stream=not json_)
     cli.answer(json_, {"model": model, "prompt": prompt, "text": text})
 
 

@@ -73,16 +73,16 @@ def plan(
             from moetune.training.trl import InTrl
 
         config = cli.read_run(what, set_)
-        of = None if trainer is None else InTrl(trainer, json.dumps(arguments))  # type: ignore[arg-type]
+        in_trl = None if trainer is None else InTrl(trainer, json.dumps(arguments))  # type: ignore[arg-type]
         with progress.status(Text(f"looking for the largest {solve}")):
 
             def show(value: str, report: MemoryReport) -> None:
                 progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
 
-            here = None if solve == "hardware.gpu" else cli.at_hand(gpu, config.hardware.names, config.hardware.count)
-            card = here or gpu
+            local = None if solve == "hardware.gpu" else cli.at_hand(gpu, config.hardware.names, config.hardware.count)
+            card = local or gpu
             solved = solve_for(
-                config, solve, Predictor(card, parse_routing(routing), trainer=of), tight=tight, show=show
+                config, solve, Predictor(card, parse_routing(routing), trainer=in_trl), tight=tight, show=show
             )
         cli.answer(json_, solved.to_json(), _solved(solved), fails=solved.report is None)
         return
@@ -108,11 +108,11 @@ def plan(
         from moetune.planning.views import briefly, plan_view
         from moetune.training.trl import InTrl
 
-    here = cli.at_hand(gpu, count=count)
-    card = here or gpu
+    local = cli.at_hand(gpu, count=count)
+    card = local or gpu
     if card is None:
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB; this machine has none")
-    why: tuple[str, ...] = () if here is None else (in_words(here),)
+    why: tuple[str, ...] = () if local is None else (in_words(local),)
     if data is not None:
         from moetune.training.data.sources import looks_like_a_file, open_sources
 
@@ -124,9 +124,9 @@ def plan(
     printed, every = "", any((all_, json_, write, html, figure))
     with progress.status(Text(head)) as status:
 
-        def show_progress(made: int, of: int, now: str, best: Candidate | None) -> None:
+        def show_progress(tried: int, total: int, now: str, best: Candidate | None) -> None:
             nonlocal printed
-            ways = f"{made} of {of} ways"
+            ways = f"{tried} of {total} ways"
             status.update(Text(f"{ways}: {now}"))
             if best is not None and printed != (shown := briefly(best)):
                 printed = shown

@@ -51,8 +51,8 @@ def predict(
         from moetune.planning.predict import predict as predict_run
         from moetune.report.memory import memory_view
 
-    here = cli.at_hand(gpu, config.hardware.names, config.hardware.count)
-    card, routed = here or gpu, parse_routing(routing)
+    local = cli.at_hand(gpu, config.hardware.names, config.hardware.count)
+    card, routed = local or gpu, parse_routing(routing)
     if trainer is None:
         report = predict_run(config, gpu=card, routing=routed, allocator=allocator)  # type: ignore[arg-type]
     else:
@@ -65,7 +65,7 @@ def predict(
             raise UserError("--measured needs a card whose speed is known, such as --gpu l40s")
         report = replace(report, time=report.time.as_measured(speed))
     source = [("run file", run)] if stands_for is None else []
-    source += [] if here is None else [("card", in_words(here))]
+    source += [] if local is None else [("card", in_words(local))]
     report = replace(report, about=(*source, *[("--set", setting) for setting in set_ or ()], *report.about))
     shown = [] if stands_for is None else [f"# the run file for these options\n{as_yaml(stands_for)}"]
     view = memory_view(report, tokens)

@@ -102,7 +102,7 @@ def quantize(
         return
     assert out is not None
     if resolved.source.local_folder() is not None and resolved.source.quantized_base is None:
-        refuse_unfit("quantize", surely_below(resolved.structure), lambda here: predict_quantize(resolved, here))
+        refuse_unfit("quantize", surely_below(resolved.structure), lambda card: predict_quantize(resolved, card))
     with loading_progress(terminal(stderr=True), model) as on_read:
         written = write_base(resolved, out, on_read, overwrite=overwrite)
     files = counted(written["files"], "file")

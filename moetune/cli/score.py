@@ -61,7 +61,7 @@ def score(
         if ranks.is_single and run.structure.moe_layers:
             sources = len(data or names_of(config))
             rough = surely_below(run.structure, config.train.micro_batch * config.train.sequence_length)
-            refuse_unfit("score", rough, lambda here: predict_score(run, sources, gpu=here))
+            refuse_unfit("score", rough, lambda card: predict_score(run, sources, gpu=card))
         scores = score_run(run, data or names_of(config), tokens, out, overwrite=overwrite, ranks=ranks)
     if ranks.is_first:
         cli.answer(

@@ -86,7 +86,7 @@ def _makes_anew(func: Any) -> bool:
     """
     schema = func._schema
     mutates = schema.is_mutable and func.namespace not in _ONLY_VALUES
-    return not mutates and all(made.alias_info is None for made in schema.returns)
+    return not mutates and all(result.alias_info is None for result in schema.returns)
 
 
 _Way = Literal["nothing", "passed on", "in place", "anew", "on meta", "by torch"]
@@ -159,16 +159,16 @@ class QuickFakeMode(FakeTensorMode):
             out = self._make(func, types, args, kwargs, way, on_meta)
             self._known[key] = _noted(out, (args, kwargs))
             return out
-        kind, made = known
-        tensors = [self._fake(result.on_meta(), result.device) for result in made]
+        kind, results = known
+        tensors = [self._fake(result.on_meta(), result.device) for result in results]
         if kind is list:
             return tensors
         return tensors[0] if kind is FakeTensor else tuple(tensors)
 
     def _make(self, func: Any, types: Any, args: Any, kwargs: Any, way: _Way, on_meta: bool) -> Any:
         if func is _LIFT and type(args[0]) is Tensor and args[0].numel() > 1:  # of fewer torch keeps the values
-            made = _Made(args[0].shape, args[0].stride(), args[0].dtype, args[0].device)
-            return self._fake(made.on_meta(), made.device)
+            result = _Made(args[0].shape, args[0].stride(), args[0].dtype, args[0].device)
+            return self._fake(result.on_meta(), result.device)
         device = self._device_of(args) if on_meta and "device" not in kwargs else None
         if device is None:
             return super().__torch_dispatch__(func, types, args, kwargs)

@@ -142,11 +142,11 @@ def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = Fal
     With `unless_here`, a path that exists relative to the working directory stays.
     """
 
-    def found(key: str, value: Any) -> Any:
+    def located(key: str, value: Any) -> Any:
         if isinstance(value, list):
-            return [found(key, one) for one in value]
+            return [located(key, entry) for entry in value]
         if isinstance(value, dict) and isinstance(value.get("path"), str):
-            return value | {"path": found(key, value["path"])}
+            return value | {"path": located(key, value["path"])}
         if not isinstance(value, str) or not value:
             return value
         folder = run_file.absolute().parent
@@ -163,7 +163,7 @@ def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = Fal
         for section in sections:
             holder = holder.get(section) if isinstance(holder, dict) else None
         if isinstance(holder, dict) and key in holder:
-            holder[key] = found(key, holder[key])
+            holder[key] = located(key, holder[key])
 
 
 def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
@@ -188,10 +188,10 @@ def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
         path = expanded(name)
         if path.is_absolute() or expanded(path_and_split(name)[0]).exists() or not _FILE_NAME.fullmatch(name):
             continue
-        places = list(dict.fromkeys((*([beside / name] if beside else []), path.absolute())))
-        where = f", neither beside the run file ({str(places[0])!r}) nor in the working directory ({str(places[-1])!r})"
-        near = suggest(path.name, [other for place in places for other in names_in(place.parent)])
-        problems.append(f"no such file: {name!r}{where if len(places) > 1 else ''}.{near}")
+        paths = list(dict.fromkeys((*([beside / name] if beside else []), path.absolute())))
+        where = f", neither beside the run file ({str(paths[0])!r}) nor in the working directory ({str(paths[-1])!r})"
+        near = suggest(path.name, [sibling for file in paths for sibling in names_in(file.parent)])
+        problems.append(f"no such file: {name!r}{where if len(paths) > 1 else ''}.{near}")
     if problems:
         raise UserError("\n".join(problems))
 
@@ -228,9 +228,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             where = ".".join(parts[: depth + 1])[:80]
             raise UserError(f"--set {shown(override)}: {where} holds a value, not a section")
     node[parts[-1]] = value
-    other = {"train.steps": "epochs", "train.epochs": "steps"}.get(".".join(parts))
-    if other and value is not None:  # of steps and epochs, the one set last is used
-        node.pop(other, None)
+    replaced = {"train.steps": "epochs", "train.epochs": "steps"}.get(".".join(parts))
+    if replaced and value is not None:  # of steps and epochs, the one set last is used
+        node.pop(replaced, None)
 
 
 def _explain(error: ValidationError) -> Iterable[str]:

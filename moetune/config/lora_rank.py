@@ -19,17 +19,17 @@ def _check_ranks(value: object) -> object:
     if not isinstance(value, dict):
         return value
     ranks = {str(key): _check_ranks(rank) for key, rank in value.items()}
-    layers = {key: found for key in ranks if (found := layer_range(key)) is not None}
+    layers = {key: numbers for key in ranks if (numbers := layer_range(key)) is not None}
     if not ranks or 0 < len(layers) < len(ranks) or any(isinstance(ranks[key], dict) for key in layers):
         raise ValueError(
             "write ranks by target, {attention: 64, experts: 8}, by layers, {0-5: 8, 6-31: 16}, or by layers of a "
             "target, {attention: 64, experts: {0-5: 8, 6-31: 16}}"
         )
     seen: set[int] = set()
-    for found in layers.values():
-        if twice := seen.intersection(found):
+    for numbers in layers.values():
+        if twice := seen.intersection(numbers):
             raise ValueError(f"layer {min(twice)} has two ranks")
-        seen.update(found)
+        seen.update(numbers)
     return ranks
 
 
@@ -52,10 +52,10 @@ def rank_of(ranks: int | LoraRanks, target: str, layer: int | None) -> int | Non
         target: the entry of `adapt.lora.targets` that the factors are for.
         layer: index of the decoder layer; None outside of the layers.
     """
-    here = ranks[target] if isinstance(ranks, dict) and is_by_target(ranks) else ranks
-    if isinstance(here, int):
-        return here
-    for key, rank in here.items():
+    of_target = ranks[target] if isinstance(ranks, dict) and is_by_target(ranks) else ranks
+    if isinstance(of_target, int):
+        return of_target
+    for key, rank in of_target.items():
         if isinstance(rank, int) and layer is not None and layer in (layer_range(key) or ()):
             return rank
     return None
@@ -73,6 +73,6 @@ def ranks_as_text(ranks: int | LoraRanks) -> str:
         return str(ranks)
     parts = []
     for key, rank in ranks.items():
-        inside = {key: rank} if isinstance(rank, int) else {f"{key} {layers}": one for layers, one in rank.items()}
-        parts += [f"{one} ({where})" for where, one in inside.items()]
+        inside = {key: rank} if isinstance(rank, int) else {f"{key} {layers}": value for layers, value in rank.items()}
+        parts += [f"{value} ({where})" for where, value in inside.items()]
     return ", ".join(parts)

@@ -131,12 +131,12 @@ def merge_adapter(
     _refuse_other_values(stored, parsed.frozen, model, tensors)
     targets = placed(model, _updates(parsed.adapter, of_base, model.structure.tied), tensors)
     with new_folder(out, overwrite, sum(tensor.nbytes for tensor in tensors.values())) as folder:
-        fingerprint, places = copy_checkpoint(source, folder, added=added)
-        changed = write_updates(targets, tensors, places)
+        fingerprint, output = copy_checkpoint(source, folder, added=added)
+        changed = write_updates(targets, tensors, output)
         _copy_template(stored, folder)
         notes = [*complete_config(folder), *_of_another_base(stored, base, model)]
-        of = Base(model.source.name, fingerprint).to_json()
-        write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": of})
+        origin = Base(model.source.name, fingerprint).to_json()
+        write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": origin})
     size = sum(tensors[key].nbytes for key in changed)
     return AdapterWritten(str(out), parsed.layout, parsed.reasons, len(changed), size, notes)
 
@@ -276,9 +276,9 @@ def _refuse_other_values(
     """
     for part, mapping in placed(model, _whole(frozen, model.structure.tied), tensors):
         for key, start, rows in new_rows(part, mapping, tensors):
-            here = tensors[key].rows(start, start + len(rows)).float()
+            base_rows = tensors[key].rows(start, start + len(rows)).float()
             # rounding changes a bfloat16 by 2⁻⁹ of itself, and the smallest float16 by 2⁻²⁵
-            if not torch.allclose(rows.float(), here, rtol=2**-8, atol=2**-24):
+            if not torch.allclose(rows.float(), base_rows, rtol=2**-8, atol=2**-24):
                 raise UserError(
                     f"{stored} was made on another base than {model.source.name!r}: it stores {part.parameter}, which "
                     "is frozen, with other values; give the base that it was trained on"

@@ -72,9 +72,9 @@ def apply_delta(
         raise UserError(f"delta {str(delta)!r} does not exist")
     base, source, name = _find_base(str(to))
     keep_apart(out, "read", delta, base)
-    read, places = read_delta(delta), open_checkpoint(base)
+    read, tensors = read_delta(delta), open_checkpoint(base)
     size, done = sum(tensor.nbytes for tensor in read_headers(base).values()), 0
-    needed = sum(tensor.nbytes for tensor in places.values())
+    needed = sum(tensor.nbytes for tensor in tensors.values())
     refuse_unfit(out, overwrite, needed)
 
     def on_block(count: int) -> None:
@@ -91,9 +91,9 @@ def apply_delta(
             f"the delta in {str(delta)!r} was made for another base than {str(to)!r}: {difference}; "
             f"{wrong}--force {name} applies it anyway"
         )
-    _refuse_misfits(read, places, base)
+    _refuse_misfits(read, tensors, base)
     if difference is not None and source is not None:
-        _refuse_other_ties(read, places, source)
+        _refuse_other_ties(read, tensors, source)
     with new_folder(out, overwrite, needed) as folder:
         copied, copies = copy_checkpoint(base, folder, on_block)
         changed = fingerprint.difference(copied)
@@ -113,18 +113,18 @@ def apply_delta(
             notes = (f"{unneeded}: the delta was made for it", *notes)
         of_base = Base(name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "applied", **read.about, "base": of_base, "forced": difference})
-    changed_bytes = sum(places[key].nbytes for key in read.tensors)
+    changed_bytes = sum(tensors[key].nbytes for key in read.tensors)
     return Applied(str(out), len(read.tensors), changed_bytes, difference, notes)
 
 
-def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> None:
+def _refuse_misfits(delta: Delta, tensors: Mapping[str, Stored], base: Path) -> None:
     """Raise `UserError` if the base lacks a tensor of the delta, or has it in another shape.
 
-    If the delta has only some experts' rows of a tensor, each must exist in the base, in the same shape. `places` are
+    If the delta has only some experts' rows of a tensor, each must exist in the base, in the same shape. `tensors` are
     the base's tensors by name, `base` its folder, for the message.
     """
     for key, tensor in delta.tensors.items():
-        target, rows = places.get(key), delta.slices.get(key)
+        target, rows = tensors.get(key), delta.slices.get(key)
         if target is not None and rows is None and tensor.shape == target.shape:
             continue
         if target is not None and rows and tensor.row_shape == target.row_shape and max(rows) < target.num_rows:
@@ -133,11 +133,11 @@ def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> N
         raise UserError(f"{key} of the delta is {[*tensor.shape]} and {in_base} in {str(base)!r}")
 
 
-def _refuse_other_ties(delta: Delta, places: Mapping[str, Stored], source: ModelSource) -> None:
+def _refuse_other_ties(delta: Delta, tensors: Mapping[str, Stored], source: ModelSource) -> None:
     """Raise `UserError` if the delta holds a table of the vocabulary that is tied to another in one of the two bases
-    only, the one that it was made for and `source`, whose tensors are `places`: the other would change in one only."""
+    only, the one that it was made for and `source`, whose tensors are `tensors`: the other would change in one only."""
     rows = getattr(source.config.get_text_config(), "vocab_size", None)
-    base_shapes = {name: str([*tensor.shape]) for name, tensor in places.items()}
+    base_shapes = {name: str([*tensor.shape]) for name, tensor in tensors.items()}
     made_for = {name: kind.partition(" ")[2] for name, kind in delta.base.fingerprint.tensors.items()}
     for name in sorted(base_shapes.keys() ^ made_for.keys()):
         shape = {**base_shapes, **made_for}[name]

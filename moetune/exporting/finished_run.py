@@ -96,7 +96,7 @@ def open_run(path: Path) -> FinishedRun:
     shapes = {name: tensor.shape for name, tensor in trained.items()}
     for name in sorted(expected.keys() | shapes.keys()):
         if shapes.get(name) != expected.get(name):
-            actual, wanted = (str([*of[name]]) if name in of else "not there" for of in (shapes, expected))
+            actual, wanted = (str([*side[name]]) if name in side else "not there" for side in (shapes, expected))
             raise UserError(
                 f"{str(checkpoint / TRAINED_FILE)!r} does not fit {RUN_FILE}: {name} is {actual} in it, not {wanted}"
             )

@@ -49,15 +49,15 @@ def check_export(run: Path, exported: Path, rows: int = 256, *, rounded: bool = 
     Raises:
         UserError: the run or the export cannot be opened.
     """
-    how: dict[str, Any] = {} if rounded else {"device": "cpu", "dtype": "fp32"}
-    trained = open_model(str(run), **how)
-    read, of, pad, unread = _rows(trained, rows)
-    if rounded and of != "held-out data":
+    options: dict[str, Any] = {} if rounded else {"device": "cpu", "dtype": "fp32"}
+    trained = open_model(str(run), **options)
+    read, data, pad, unread = _rows(trained, rows)
+    if rounded and data != "held-out data":
         return None
     expected, tokens = mean_loss(trained.model, read, pad)
     del trained
-    loss, _ = mean_loss(open_model(str(exported), stock=not rounded, **how).model, read, pad)
-    return LossCheck(len(read), of, tokens, expected, loss, unread)
+    loss, _ = mean_loss(open_model(str(exported), stock=not rounded, **options).model, read, pad)
+    return LossCheck(len(read), data, tokens, expected, loss, unread)
 
 
 def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int, str | None]:

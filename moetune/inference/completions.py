@@ -89,8 +89,8 @@ def complete(
     plan = _batches(opened, [row for row in ids for _ in range(samples)], batch)
     asked = [record for _, record in records]
     settings = [asked, batch, samples, max_new_tokens, temperature, seed, opened.name, opened.step, _weights(opened)]
-    of = {"command": "generate", "texts of": hashlib.sha256(json.dumps(settings).encode()).hexdigest()}
-    with writing(out), aside(out, of) as folder, (folder / _BATCHES).open("a+b") as begun:
+    task = {"command": "generate", "texts of": hashlib.sha256(json.dumps(settings).encode()).hexdigest()}
+    with writing(out), aside(out, task) as folder, (folder / _BATCHES).open("a+b") as begun:
         finished = _finished(begun, [len(numbers) for numbers in plan])
         texts: dict[int, str] = {}
         for numbers, written in zip(plan, finished, strict=False):

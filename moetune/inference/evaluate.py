@@ -165,8 +165,8 @@ def mean_loss(model: PreTrainedModel, rows: Iterable[Row], pad_token_id: int) ->
     The rows are computed in batches of `ROWS`, padded with `pad_token_id`.
     """
     total, tokens, left = 0.0, 0, iter(rows)
-    while some := [*islice(left, ROWS)]:
-        batch = collate(some, pad_token_id)
+    while group := [*islice(left, ROWS)]:
+        batch = collate(group, pad_token_id)
         loss, predicted = held_out_loss(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
         total, tokens = total + loss.item(), tokens + int(predicted)
     return total / tokens, tokens

@@ -27,7 +27,7 @@ from moetune.run.dtypes import this_device
 from moetune.run.resolved import ResolvedRun
 from moetune.training.data.load import pad_token_id
 
-Place = tuple[int, str]
+LayerPart = tuple[int, str]
 """A decoder layer, and a part of it (`BasePart`)."""
 
 
@@ -117,8 +117,8 @@ def measure(
     plain, padding, loaded = evaluated(opened, rows, data, data), pad_token_id(opened.tokenizer), opened.model
     matrices = _matrices(run, loaded, storage)
 
-    def rounded_loss(places: Iterable[Place]) -> float:
-        for part_of_layer in places:
+    def rounded_loss(layer_parts: Iterable[LayerPart]) -> float:
+        for part_of_layer in layer_parts:
             for stack in matrices[part_of_layer]:
                 _round_(stack, storage, double_quant, loaded.device)
         return mean_loss(loaded, rows, padding)[0]
@@ -133,12 +133,12 @@ def measure(
             parts.append(PartCost(layer, part, cost, sum(_saved(stack, storage, double_quant) for stack in stacks)))
             advance(1)
     left = left_in_16_bits(parts, budget or 0)
-    places = {(kept.layer, kept.part) for kept in left}
-    base_loss = rounded_loss(matrices.keys() - places)
-    loss = rounded_loss(places) if places else base_loss
+    unrounded = {(kept.layer, kept.part) for kept in left}
+    base_loss = rounded_loss(matrices.keys() - unrounded)
+    loss = rounded_loss(unrounded) if unrounded else base_loss
     proposed = base_of(left, parts, storage), sum(kept.bytes for kept in left), base_loss
-    of = opened.name, storage, data, plain.records, plain.tokens, plain.loss, loss, tuple(parts)
-    return Rounding(*of, *(() if budget is None else proposed))
+    fields = opened.name, storage, data, plain.records, plain.tokens, plain.loss, loss, tuple(parts)
+    return Rounding(*fields, *(() if budget is None else proposed))
 
 
 def left_in_16_bits(parts: Iterable[PartCost], budget: int) -> list[PartCost]:
@@ -158,14 +158,14 @@ def base_of(left: Sequence[PartCost], parts: Sequence[PartCost], storage: Quanti
     """Return the value of `model.base` with which of `parts` those in `left` are in bf16, all others in `storage`."""
     kept = {cost.layer: {same.part: "bf16" for same in left if same.layer == cost.layer} for cost in left}
     counts = Counter(cost.layer for cost in parts)
-    layers = {layer: "bf16" if len(of) == counts[layer] else of for layer, of in sorted(kept.items())}
+    layers = {layer: "bf16" if len(of_layer) == counts[layer] else of_layer for layer, of_layer in sorted(kept.items())}
     base = BaseConfig.model_validate({"default": storage, "layers": layers})
     return base.model_dump(mode="json", exclude_defaults=True) if left else storage
 
 
-def _matrices(run: ResolvedRun, model: nn.Module, storage: QuantizedDtype) -> dict[Place, list[Tensor]]:
+def _matrices(run: ResolvedRun, model: nn.Module, storage: QuantizedDtype) -> dict[LayerPart, list[Tensor]]:
     """Return what of a model a run with this storage would quantize: place -> its stacks of matrices [n, out, in]."""
-    matrices: dict[Place, list[Tensor]] = {}
+    matrices: dict[LayerPart, list[Tensor]] = {}
     for layer in run.structure.moe_layers:
         bank: Any = model.get_submodule(layer.experts)
         matrices[layer.index, "experts"] = [bank.gate_up.data, bank.down.data]
@@ -181,7 +181,7 @@ def _refuse_unfit(opened: Opened, rows: datasets.Dataset) -> None:
     """Raise `DoesNotFit` if this machine cannot hold a model while it is evaluated on the rows."""
     lengths = lengths_of(rows)
     rough = surely_below(opened.resolved.structure, ROWS * max(lengths, default=0))
-    refuse_unfit("measuring", rough, lambda here: predict_eval(opened, lengths, gpu=here), "moetune eval --predict")
+    refuse_unfit("measuring", rough, lambda card: predict_eval(opened, lengths, gpu=card), "moetune eval --predict")
 
 
 @torch.no_grad()

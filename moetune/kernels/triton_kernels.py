@@ -283,8 +283,8 @@ def _load_gate_up(row, first, size, INTERLEAVED: tl.constexpr, COLUMNS: tl.const
     """
     column, pair = first + tl.arange(0, COLUMNS), 2 * first + tl.arange(0, 2 * COLUMNS)
     if INTERLEAVED:
-        both = tl.load(row + pair, mask=pair < 2 * size, other=0)
-        gate, up = tl.split(tl.reshape(both, (COLUMNS, 2)))
+        pairs = tl.load(row + pair, mask=pair < 2 * size, other=0)
+        gate, up = tl.split(tl.reshape(pairs, (COLUMNS, 2)))
     else:
         gate = tl.load(row + column, mask=column < size, other=0)
         up = tl.load(row + size + column, mask=column < size, other=0)
@@ -296,8 +296,8 @@ def _store_gate_up(row, first, size, gate, up, INTERLEAVED: tl.constexpr, COLUMN
     """Store columns of gate and of up where `_load_gate_up` loads them."""
     column, pair = first + tl.arange(0, COLUMNS), 2 * first + tl.arange(0, 2 * COLUMNS)
     if INTERLEAVED:
-        both = tl.reshape(tl.join(gate, up), (2 * COLUMNS,))
-        tl.store(row + pair, both.to(row.dtype.element_ty), mask=pair < 2 * size)
+        pairs = tl.reshape(tl.join(gate, up), (2 * COLUMNS,))
+        tl.store(row + pair, pairs.to(row.dtype.element_ty), mask=pair < 2 * size)
     else:
         tl.store(row + column, gate.to(row.dtype.element_ty), mask=column < size)
         tl.store(row + size + column, up.to(row.dtype.element_ty), mask=column < size)
@@ -347,15 +347,15 @@ def _gated_backward(
     row = tl.program_id(0).to(tl.int64)
     flat = tl.load(order + row)
     weight = tl.load(weights + flat).to(tl.float32)
-    both, total = gate_up + row * size * 2, tl.zeros((COLUMNS,), tl.float32)
+    pairs, total = gate_up + row * size * 2, tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, size, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        gate, up = _load_gate_up(both, first, size, INTERLEAVED, COLUMNS)
+        gate, up = _load_gate_up(pairs, first, size, INTERLEAVED, COLUMNS)
         change = tl.load(dact + row * size + column, mask=column < size, other=0).to(tl.float32)
         act, of_gate, of_up = _gate(gate, up, alpha, limit, CLAMPED)
         total += change * act
         change *= weight
-        _store_gate_up(both, first, size, change * of_gate, change * of_up, INTERLEAVED, COLUMNS)
+        _store_gate_up(pairs, first, size, change * of_gate, change * of_up, INTERLEAVED, COLUMNS)
         tl.store(dact + row * size + column, act.to(dact.dtype.element_ty), mask=column < size)
     if WANTED:
         tl.store(dweights + flat, tl.sum(total, 0).to(dweights.dtype.element_ty))

@@ -68,18 +68,18 @@ def _low_rank(
             factor = first + expert * first_expert + of * first_part
             end = wide_in * STACKED if X_ALTERNATES else wide_in
             for start in range(0, end, WIDE):
-                place = start + tl.arange(0, WIDE)
-                column, own = place, (number < rank)[None, :]
+                index = start + tl.arange(0, WIDE)
+                column, own = index, (number < rank)[None, :]
                 if X_ALTERNATES:
-                    column = place // STACKED
-                    own &= (place % STACKED)[:, None] == of[None, :]
+                    column = index // STACKED
+                    own &= (index % STACKED)[:, None] == of[None, :]
                 values = tl.load(
-                    x + rows[:, None] * x_row + part * x_part + place[None, :] * x_column,
-                    mask=inside[:, None] & (place < end)[None, :], other=0,
+                    x + rows[:, None] * x_row + part * x_part + index[None, :] * x_column,
+                    mask=inside[:, None] & (index < end)[None, :], other=0,
                 )  # fmt: skip
                 a = tl.load(
                     factor[None, :] + number[None, :] * first_rank + column[:, None] * first_column,
-                    mask=own & (place < end)[:, None], other=0,
+                    mask=own & (index < end)[:, None], other=0,
                 )  # fmt: skip
                 total = tl.dot(values, a.to(values.dtype), total, input_precision="ieee")
             few = total.to(narrow.dtype.element_ty)
@@ -90,24 +90,24 @@ def _low_rank(
                 factor = second + expert * second_expert + of * second_part
                 begin, end = tl.program_id(1) * each, wide_out * STACKED if OUT_ALTERNATES else wide_out
                 for start in range(begin, tl.minimum(begin + each, end), WIDE):
-                    place = start + tl.arange(0, WIDE)
-                    column, own = place, (number < rank)[:, None]
+                    index = start + tl.arange(0, WIDE)
+                    column, own = index, (number < rank)[:, None]
                     if OUT_ALTERNATES:
-                        column = place // STACKED
-                        own &= (place % STACKED)[None, :] == of[:, None]
+                        column = index // STACKED
+                        own &= (index % STACKED)[None, :] == of[:, None]
                     b = tl.load(
                         factor[:, None] + column[None, :] * second_row + number[:, None] * second_rank,
-                        mask=own & (place < end)[None, :], other=0,
+                        mask=own & (index < end)[None, :], other=0,
                     )  # fmt: skip
-                    more = tl.dot(few, b.to(few.dtype), input_precision="ieee")
-                    mask = inside[:, None] & (place < end)[None, :]
-                    to = out + rows[:, None] * out_row + part * out_part + place[None, :] * out_column
-                    since = base + rows[:, None] * base_row + part * base_part + place[None, :] * base_column
+                    product = tl.dot(few, b.to(few.dtype), input_precision="ieee")
+                    mask = inside[:, None] & (index < end)[None, :]
+                    to = out + rows[:, None] * out_row + part * out_part + index[None, :] * out_column
+                    since = base + rows[:, None] * base_row + part * base_part + index[None, :] * base_column
                     if following > 0:
                         since = to
                     elif RANKS > 1:
                         since = tl.where(block > 0, to, since)
-                    sums = tl.load(since, mask=mask, other=0).to(tl.float32) + scale * more
+                    sums = tl.load(since, mask=mask, other=0).to(tl.float32) + scale * product
                     tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
                 if TOGETHER * RANKS > 1:
                     tl.debug_barrier()  # the next product reads these sums
@@ -189,11 +189,11 @@ def _outer(
 ):  # fmt: skip
     term = tl.arange(0, STACKED * RANK)
     of, number = part + term // RANK, number + term % RANK
-    place, end = start + tl.arange(0, WIDE), size * STACKED if ALTERNATES else size
-    column, own = place, (number < rank)[:, None]
+    index, end = start + tl.arange(0, WIDE), size * STACKED if ALTERNATES else size
+    column, own = index, (number < rank)[:, None]
     if ALTERNATES:
-        column = place // STACKED
-        own &= (place % STACKED)[None, :] == of[:, None]
+        column = index // STACKED
+        own &= (index % STACKED)[None, :] == of[:, None]
     total = tl.zeros((STACKED * RANK, WIDE), tl.float32)
     for row in range(first, last, ROWS):
         rows = (row + tl.arange(0, ROWS)).to(tl.int64)
@@ -207,14 +207,14 @@ def _outer(
             flat = tl.load(order + rows, mask=inside, other=0)
             factor *= tl.load(weights + flat, mask=inside, other=0).to(tl.float32)
         values = tl.load(
-            wide + rows[:, None] * wide_row + part * wide_part + place[None, :] * wide_column,
-            mask=inside[:, None] & (place < end)[None, :], other=0,
+            wide + rows[:, None] * wide_row + part * wide_part + index[None, :] * wide_column,
+            mask=inside[:, None] & (index < end)[None, :], other=0,
         )  # fmt: skip
         few = (few.to(tl.float32) * factor[None, :]).to(values.dtype)
         total = tl.dot(few, values, total, input_precision="ieee")
     tl.store(
         out + of[:, None] * out_part + number[:, None] * out_rank + column[None, :] * out_column,
-        total.to(out.dtype.element_ty), mask=own & (place < end)[None, :],
+        total.to(out.dtype.element_ty), mask=own & (index < end)[None, :],
     )  # fmt: skip
 
 

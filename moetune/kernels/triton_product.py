@@ -41,14 +41,14 @@ def _sum_of_products(
     `a` and `b` are pointers. `inside` [ROWS] and `within` [WIDE] are True for the rows of a and the columns of b that
     exist. WHOLE says that DEEP divides `deep`.
     """
-    place = tl.arange(0, DEEP)
-    lefts = a + tl.arange(0, ROWS)[:, None] * a_row + place[None, :] * a_deep
-    rights = b + place[:, None] * b_deep + tl.arange(0, WIDE)[None, :] * b_wide
+    index = tl.arange(0, DEEP)
+    lefts = a + tl.arange(0, ROWS)[:, None] * a_row + index[None, :] * a_deep
+    rights = b + index[:, None] * b_deep + tl.arange(0, WIDE)[None, :] * b_wide
     for start in range(0, deep, DEEP):
         left_inside, right_inside = inside[:, None], within[None, :]
         if not WHOLE:
-            left_inside &= (place < deep - start)[None, :]
-            right_inside &= (place < deep - start)[:, None]
+            left_inside &= (index < deep - start)[None, :]
+            right_inside &= (index < deep - start)[:, None]
         left = tl.load(lefts, mask=left_inside, other=0)
         right = tl.load(rights, mask=right_inside, other=0)
         total = tl.dot(left, right, total, input_precision="ieee")

@@ -43,18 +43,18 @@ def _heads(
     inside = (number < tokens * heads) & (tl.arange(0, HALF) < half)[None, :]
     number = tl.minimum(number, tokens * heads - 1)
     token, head = number // heads, number % heads
-    row, place = (token // length).to(tl.int64), (token % length).to(tl.int64)
+    row, in_row = (token // length).to(tl.int64), (token % length).to(tl.int64)
     column = tl.arange(0, HALF)[None, :]
     position = (token % positions).to(tl.int64) * 2 * half
     cos_a, cos_b = _halves(cos + position, column, half)
     sin_a, sin_b = _halves(sin + position, column, half)
     if NORMED or not BACKWARD:
-        a, b = _halves(x + row * x_row + place * x_token + head.to(tl.int64) * x_head, column, half)
+        a, b = _halves(x + row * x_row + in_row * x_token + head.to(tl.int64) * x_head, column, half)
     if NORMED:
         rstd = tl.rsqrt(tl.sum(a * a + b * b, 1)[:, None] / (2 * half) + eps)
         weight_a, weight_b = _halves(weight, column, half)
     if BACKWARD:
-        dy_a, dy_b = _halves(dy + row * dy_row + place * dy_token + head.to(tl.int64) * dy_head, column, half)
+        dy_a, dy_b = _halves(dy + row * dy_row + in_row * dy_token + head.to(tl.int64) * dy_head, column, half)
         to_a, to_b = dy_a * cos_a + dy_b * sin_b, dy_b * cos_b - dy_a * sin_a
         if NORMED:
             to_a, to_b = to_a * weight_a, to_b * weight_b

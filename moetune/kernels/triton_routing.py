@@ -39,7 +39,7 @@ def _choose(
     row = tl.where(number < tokens, number, 0).to(tl.int64)
     p = _probabilities(logits, row, expert, experts)
     left = tl.where(expert < experts, tl.where(p == p, p, 0.0), -1.0)  # without NaN, to choose K experts all the same
-    place = tl.full((ROWS, EXPERTS), TOP_K, tl.int32)  # of each expert among those chosen
+    slot = tl.full((ROWS, EXPERTS), TOP_K, tl.int32)  # of each expert among those chosen
     for choice in tl.static_range(TOP_K):
         if GIVEN:
             best = tl.load(ids + row * TOP_K + choice)
@@ -48,11 +48,11 @@ def _choose(
             best = tl.min(tl.where(is_best, expert, EXPERTS), 1)[:, None]
             left = tl.where(expert == best, -1.0, left)
             tl.store(ids + row * TOP_K + choice, best.to(tl.int64), mask=number < tokens)
-        place = tl.where(expert == best, choice, place)
+        slot = tl.where(expert == best, choice, slot)
     if NORMALIZED:
-        p /= tl.sum(tl.where(place < TOP_K, p, 0.0), 1)[:, None]
+        p /= tl.sum(tl.where(slot < TOP_K, p, 0.0), 1)[:, None]
     for choice in tl.static_range(TOP_K):
-        weight = tl.sum(tl.where(place == choice, p, 0.0), 1)[:, None]
+        weight = tl.sum(tl.where(slot == choice, p, 0.0), 1)[:, None]
         tl.store(weights + row * TOP_K + choice, weight.to(weights.dtype.element_ty), mask=number < tokens)
 
 
@@ -119,12 +119,12 @@ def weigh_backward(dweights, logits, ids, normalized):
 @kernel(do_not_specialize=["size"], do_not_specialize_on_alignment=["numbers"])
 def _count(numbers, counts, size, NUMBERS: tl.constexpr, AT_ONCE: tl.constexpr, EXPERTS: tl.constexpr):
     expert = tl.arange(0, EXPERTS)[None, :]
-    found = tl.zeros((EXPERTS,), tl.int32)
+    counted = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, NUMBERS, AT_ONCE):
-        place = tl.program_id(0) * NUMBERS + first + tl.arange(0, AT_ONCE)
-        number = tl.load(numbers + place, mask=place < size, other=EXPERTS).to(tl.int32)
-        found += tl.sum((number[:, None] == expert).to(tl.int32), 0)
-    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), found)
+        index = tl.program_id(0) * NUMBERS + first + tl.arange(0, AT_ONCE)
+        number = tl.load(numbers + index, mask=index < size, other=EXPERTS).to(tl.int32)
+        counted += tl.sum((number[:, None] == expert).to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), counted)
 
 
 @kernel(do_not_specialize=["size", "blocks"], do_not_specialize_on_alignment=["numbers"])
@@ -136,18 +136,18 @@ def _place(
     total, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, blocks, AT_ONCE):
         block = first + tl.arange(0, AT_ONCE)[:, None]
-        found = tl.load(counts + block * EXPERTS + expert, mask=block < blocks, other=0)
-        total += tl.sum(found, 0)
-        before += tl.sum(tl.where(block < tl.program_id(0), found, 0), 0)
+        counted = tl.load(counts + block * EXPERTS + expert, mask=block < blocks, other=0)
+        total += tl.sum(counted, 0)
+        before += tl.sum(tl.where(block < tl.program_id(0), counted, 0), 0)
     if tl.program_id(0) == 0:
         tl.store(ends + tl.arange(0, EXPERTS), tl.cumsum(total, 0), mask=tl.arange(0, EXPERTS) < experts)
     following = tl.cumsum(total, 0) - total + before  # where the block's next row of each expert belongs
     for first in range(0, NUMBERS, AT_ONCE):
-        place = tl.program_id(0) * NUMBERS + first + tl.arange(0, AT_ONCE)
-        number = tl.load(numbers + place, mask=place < size, other=EXPERTS).to(tl.int32)
+        index = tl.program_id(0) * NUMBERS + first + tl.arange(0, AT_ONCE)
+        number = tl.load(numbers + index, mask=index < size, other=EXPERTS).to(tl.int32)
         is_this = (number[:, None] == expert).to(tl.int32)
         to = tl.sum(is_this * (following[None, :] + tl.cumsum(is_this, 0) - 1), 1)
-        tl.store(order + to, place.to(tl.int64), mask=place < size)
+        tl.store(order + to, index.to(tl.int64), mask=index < size)
         following += tl.sum(is_this, 0)
 
 

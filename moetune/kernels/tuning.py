@@ -73,9 +73,9 @@ def _measured(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
     An error of the first tile is raised, and so is a lack of memory with any tile: the fastest of the tiles that
     happened to fit must not be recorded.
     """
-    first, *others = tiles
+    first, *rest = tiles
     times = {first: _milliseconds(first, launch)}
-    for tile in others:
+    for tile in rest:
         try:
             times[tile] = _milliseconds(tile, launch)
         except torch.OutOfMemoryError:

@@ -308,11 +308,11 @@ class _ExpandablePool(_Pool):
         for _, unmapped in self._unmapped:
             before = unmapped.before
             first = before if before is not None and not before.in_use else unmapped
-            room = 0
+            free = 0
             block: _Block | None = first
-            while block is not None and not block.in_use and room < size:
-                room, block = room + block.size, block.after
-            if room >= size:
+            while block is not None and not block.in_use and free < size:
+                free, block = free + block.size, block.after
+            if free >= size:
                 return first
         raise AssertionError("addresses ran out")
 

@@ -50,8 +50,8 @@ class AssumedRouting:
             return _rows(self.fullest, tokens, top_k, num_experts)
         shares = dict(self.load).get(layer)
         if shares is None or len(shares) != num_experts:
-            found = "nothing" if shares is None else f"{len(shares)} experts"
-            raise UserError(f"--routing {self.name!r} has {found} for layer {layer}, which has {num_experts} experts")
+            given = "nothing" if shares is None else f"{len(shares)} experts"
+            raise UserError(f"--routing {self.name!r} has {given} for layer {layer}, which has {num_experts} experts")
         return _capped(tokens * top_k, tokens, shares)
 
     def count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
@@ -142,9 +142,9 @@ def _least_even(load: AssumedRouting, layers: dict[int, LayerScores]) -> Assumed
     shares = []
     for layer, scores in layers.items():
         even = 1 / scores.num_experts
-        found = zip(scores.all.share, scores.all.interval, strict=True)
+        intervals = zip(scores.all.share, scores.all.interval, strict=True)
         shares.append(
-            (layer, tuple(max(share, high) if share > even else min(share, low) for share, (low, high) in found))
+            (layer, tuple(max(share, high) if share > even else min(share, low) for share, (low, high) in intervals))
         )
     return AssumedRouting(f"{load.name}, at the ends of its intervals", None, tuple(shares))
 
@@ -155,7 +155,7 @@ def _by_curve(curve: tuple[tuple[float, float], ...], tokens: int, top_k: int, n
 
     def received(share: float) -> float:
         """Return the share of the rows that the fullest `share` of the experts receive, by linear interpolation."""
-        (x, y), (further, higher) = next((one, other) for one, other in pairwise(points) if share <= other[0])
+        (x, y), (further, higher) = next((left, right) for left, right in pairwise(points) if share <= right[0])
         return y + (higher - y) * (share - x) / (further - x)
 
     total, least = tokens * top_k, int(tokens * top_k >= num_experts)
@@ -174,9 +174,9 @@ def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> l
     most = tokens if fullest is None else min(tokens, -int(-min(fullest, num_experts) * total // num_experts))
     if fullest is None:
         rows = [tokens]
-        for others in reversed(range(num_experts - 1)):  # number of experts that still need a row each
+        for waiting in reversed(range(num_experts - 1)):  # number of experts that still need a row each
             left = total - sum(rows)
-            rows.append(min(tokens, max(left - others, min(left, 1))))
+            rows.append(min(tokens, max(left - waiting, min(left, 1))))
         return rows[::-1]
     rest = _split(total - most, [1 / (num_experts - 1)] * (num_experts - 1)) if num_experts > 1 else []
     return [*rest, most]

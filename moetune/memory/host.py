@@ -102,13 +102,13 @@ def host_of(hardware: HardwareConfig, card: Gpu | None, tensors: int, pinned: in
         tensors, pinned: most bytes of tensors, and of pinned ones, in the host memory of one process.
         processes: number of the run's processes on the machine.
     """
-    room = this_machine() if card is None else card.host
-    is_here = room is not None or card is None
+    available = this_machine() if card is None else card.host
+    is_here = available is not None or card is None
     if hardware.host_memory is not None:
-        room = Figure(parse_size(hardware.host_memory) or 0, "hardware.host_memory")
+        available = Figure(parse_size(hardware.host_memory) or 0, "hardware.host_memory")
     process = process_here() if is_here else ON_CUDA.value
     driver = 0 if card is None else (ON_CUDA.most or 0) - ON_CUDA.value
-    return HostMemory(process, driver, tensors, pinned, processes, room)
+    return HostMemory(process, driver, tensors, pinned, processes, available)
 
 
 @cache
@@ -127,14 +127,14 @@ def this_machine() -> Figure | None:
     free = _numbers(Path("/proc/meminfo")).get("MemAvailable")
     if free is None:
         return None
-    found = [Figure(free, "free on this machine now", measured_here=True)]
+    limits = [Figure(free, "free on this machine now", measured_here=True)]
     for folder, most, used in _LIMITS:
         with suppress(OSError, ValueError):
             cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             cache_bytes = int(cached.get("inactive_file", 0)) + int(cached.get("active_file", 0))
             left = int((folder / most).read_text()) - int((folder / used).read_text()) + cache_bytes
-            found.append(Figure(max(left, 0), "free in this container now", measured_here=True))
-    return min(found, key=lambda one: one.value)
+            limits.append(Figure(max(left, 0), "free in this container now", measured_here=True))
+    return min(limits, key=lambda limit: limit.value)
 
 
 def _numbers(file: Path) -> dict[str, int]:

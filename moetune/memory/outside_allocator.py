@@ -53,6 +53,5 @@ def _groups(parallel: ParallelConfig) -> dict[str, frozenset[int]]:
     if parallel.ep > 1:
         dense |= {"shard": lambda c: (c.pp, c.ep, c.copy), "copy": lambda c: (c.pp, c.ep, c.shard)}
     return {
-        axis: frozenset(rank for rank, one in enumerate(at) if others(one) == others(at[0]))
-        for axis, others in dense.items()
+        axis: frozenset(rank for rank, c in enumerate(at) if rest(c) == rest(at[0])) for axis, rest in dense.items()
     }

@@ -27,38 +27,38 @@ def allocator_here(unset: Allocator = "default") -> Allocator:
 
 
 def rank_memory(
-    found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
+    traced: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
 ) -> RankMemory:
     """Return the memory of one rank; its `rank` is 0, for the caller to replace. Bytes that only the allocator adds
     (rounding to 512 bytes, cuBLAS workspaces) count as `transient_peak`.
 
     Args:
-        found: the rank's trace.
+        traced: the rank's trace.
         card: the GPU, for the size of a cuBLAS workspace.
         outside: bytes outside the allocator: context and NCCL buffers.
         allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
         matrix: bytes of the largest matrix that is quantized while weights are loaded (`largest_quantized`).
         capacity: bytes of GPU memory that the allocator may hold; None for no limit.
     """
-    parts = found.parts()
-    workspaces = found.workspaces
+    parts = traced.parts()
+    workspaces = traced.workspaces
     if allocator is None:
-        beside = workspaces * card.cublas_workspace.value + found.rounded_peak - parts.total
+        beside = workspaces * card.cublas_workspace.value + traced.rounded_peak - parts.total
         reserved = -(-(parts.total + beside) // LARGE_PAGE) * LARGE_PAGE + SMALL_PAGE
     else:
-        allocated, reserved = _simulated(found, card, allocator == "expandable", matrix, capacity)
+        allocated, reserved = _simulated(traced, card, allocator == "expandable", matrix, capacity)
         beside = allocated - parts.total
     name = "cuBLAS workspaces; sizes rounded up to 512 bytes"
     term = Term("transient_peak", name, f"{workspaces} workspaces", beside, "concepts/allocator.md")
     return RankMemory(
         rank=0,
         parts=replace(parts, transient_peak=parts.transient_peak + beside),
-        outside_allocator=outside + found.managed,
+        outside_allocator=outside + traced.managed,
         peak_reserved=reserved,
-        host_bytes=found.host_peak,
-        terms=(*terms_of(found), term),
-        layers=found.by_layer(),
-        sent=sum(one.bytes for one in found.collectives),
+        host_bytes=traced.host_peak,
+        terms=(*terms_of(traced), term),
+        layers=traced.by_layer(),
+        sent=sum(collective.bytes for collective in traced.collectives),
     )
 
 
@@ -90,7 +90,7 @@ def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity
         free = [sum(of_pool((low, high), hole if low <= hole <= high else 0) for low, high in POOLS) for hole in holes]
     else:
         unlimited = [played(hole, None) for hole in holes]
-        allocated, free = unlimited[0].peak_allocated, [one.peak_reserved for one in unlimited]
+        allocated, free = unlimited[0].peak_allocated, [simulated.peak_reserved for simulated in unlimited]
     if capacity is None or not max(free) > capacity >= allocated:
         return allocated, max(free)
     most = 0

@@ -28,8 +28,8 @@ def terms_of(traced: Trace) -> Iterator[Term]:
     alive = traced.alive()
     for number, size in zip(traced.events.like[alive].tolist(), traced.bytes[alive].tolist(), strict=True):
         block = traced.log.blocks[number]
-        made = ": ".join(filter(None, (_kind(block.module), block.op))) or "of all layers"
-        lines.setdefault((block.part, made), []).append(size)
+        label = ": ".join(filter(None, (_kind(block.module), block.op))) or "of all layers"
+        lines.setdefault((block.part, label), []).append(size)
     terms = (
         Term(part, name, f"{len(sizes):,} storages", sum(sizes), f"concepts/{_PAGES[part]}.md")
         for (part, name), sizes in lines.items()

@@ -65,7 +65,7 @@ def always(required: int, known: tuple[Unknown, ...]) -> Iterator[Unknown]:
         required: the bytes that the run is expected to need.
         known: the run's other unknowns; the bytes that they may add make both larger.
     """
-    most = required + sum(one.above for one in known)
+    most = required + sum(unknown.above for unknown in known)
     lost = max(PAGES, int(most * FRAGMENTATION))
     yield Unknown("allocator", 0, lost, "pages of torch's allocator that are partly free, between tensors in use")
     why = "the largest difference of prediction and measurement that was seen"
@@ -76,4 +76,5 @@ def span(required: int, unknowns: tuple[Unknown, ...]) -> Span:
     """Return the span of the bytes that a run needs, from those expected (`required`) and all unknowns: `unknowns` and
     those of `always`."""
     every = (*unknowns, *always(required, unknowns))
-    return Span(required - sum(one.below for one in every), required, required + sum(one.above for one in every))
+    below, above = sum(unknown.below for unknown in every), sum(unknown.above for unknown in every)
+    return Span(required - below, required, required + above)

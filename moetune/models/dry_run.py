@@ -34,8 +34,8 @@ _MOST_SIDE = 2**31
 
 def shortened(plain: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model that runs one of identical decoder layers, whose experts return what they are given."""
-    made, layers = [*made_alike(plain).values()], [*decoder_layers(plain).values()]
-    again = {number for number, layer in enumerate(made) if layer in made[:number]}
+    kinds, layers = [*made_alike(plain).values()], [*decoder_layers(plain).values()]
+    again = {number for number, layer in enumerate(kinds) if layer in kinds[:number]}
     model = copy.deepcopy(plain, {id(layers[number]): layers[number] for number in again})
     leave_out(model, again)
     for path in [path for path, module in model.named_modules() if is_experts(module)]:

@@ -229,14 +229,14 @@ class _Resolver:
             in_layers = [index for index in named if index in in_layers]
         for index in in_layers:
             count = self.moe_layers[index].shape.num_experts
-            here = ids[index] if isinstance(ids, dict) else ids
-            wrong = [] if isinstance(here, str) else [expert for expert in here if expert >= count]
+            given = ids[index] if isinstance(ids, dict) else ids
+            wrong = [] if isinstance(given, str) else [expert for expert in given if expert >= count]
             if wrong:
                 self.problems.append(
                     f"{where}.ids: expert {_numbers(wrong)} does not exist; layer {index} has experts 0-{count - 1}"
                 )
                 break
-            chosen[index] = tuple(range(count)) if here == "all" else () if here == "none" else here
+            chosen[index] = tuple(range(count)) if given == "all" else () if given == "none" else given
         return {index: experts for index, experts in chosen.items() if experts}
 
     def _layers(self, where: str, layers: IdSet, existing: Iterable[int], wrong_how: str) -> list[int]:

@@ -149,13 +149,13 @@ def find_model_source(path: str) -> ModelSource:
 
 
 def _of(name: str, config: PretrainedConfig, folder: str | None) -> ModelSource:
-    manifest, how = None if folder is None else read_quantized_manifest(Path(folder)), quantization_of(config)
+    manifest, settings = None if folder is None else read_quantized_manifest(Path(folder)), quantization_of(config)
     if getattr(config, "dtype", None) not in _DTYPES:  # such as int8: no model is built or quantized in it
         config.dtype = None
     if manifest is not None:  # its config.json is the original's
-        among = how.base if isinstance(how.base, str) else None
-        how = replace(manifest.quantization, only=how.only, left_out=how.left_out, among=among)
-    return ModelSource(name, config, folder, how, manifest)
+        among = settings.base if isinstance(settings.base, str) else None
+        settings = replace(manifest.quantization, only=settings.only, left_out=settings.left_out, among=among)
+    return ModelSource(name, config, folder, settings, manifest)
 
 
 def _catalog_config(entry: CatalogModel) -> PretrainedConfig:

@@ -50,12 +50,12 @@ def refuse_unfit(
             `UserError`, nothing is refused.
         shown_by: the option or command that prints the prediction.
     """
-    here, host = card_at_hand(), this_machine()
-    sizes = [memory.value for memory in (host, None if here is None else here.memory) if memory is not None]
+    card, host = card_at_hand(), this_machine()
+    sizes = [memory.value for memory in (host, None if card is None else card.memory) if memory is not None]
     if all(2 * rough <= size for size in sizes):
         return
     try:
-        report = predict(here)
+        report = predict(card)
     except UserError:  # what cannot be predicted is tried
         return
     if report.fits is False:

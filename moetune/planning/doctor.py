@@ -138,8 +138,8 @@ def _cuda() -> Iterator[Check]:
         yield _check(major >= 8, name, f"compute capability {major}.{minor}", remedy, "note")
         free, total = torch.cuda.mem_get_info(number)
         processes = [f"process {proc.pid} ({proc.name}) {gib(proc.bytes)}" for proc in processes_on(device)]
-        found, remedy = f"{gib(free)} free of {gib(total)}", "end other processes on the GPU; nvidia-smi lists them"
-        yield _check(free > 0.95 * total, f"{name}, memory", ", ".join([found, *processes]), remedy, "note")
+        finding, remedy = f"{gib(free)} free of {gib(total)}", "end other processes on the GPU; nvidia-smi lists them"
+        yield _check(free > 0.95 * total, f"{name}, memory", ", ".join([finding, *processes]), remedy, "note")
         yield _kernels(device, samples("bf16"), "kernels of the experts")
     if torch.cuda.device_count() > 1:
         remedy = "install a torch build with NCCL"

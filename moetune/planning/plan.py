@@ -225,7 +225,7 @@ def _searched(
     Of each goal strategies of equal slowness are searched, or, unless `every`, of equal costs together, those that cost
     least first, until something fits.
     """
-    made, known = list[Found](), Counter[Goal]()
+    tried, known = list[Found](), Counter[Goal]()
 
     def costs(strategy: Strategy) -> tuple[int, ...]:
         return (strategy.slowness,) if every else (strategy.slowness, *strategy.costs)
@@ -237,11 +237,11 @@ def _searched(
             together = groupby(level[1], key=lambda strategy: strategy.order if every else strategy.layout)
             searches = [list(group) for _, group in together]
             known[goal] += len(searches)
-            show(len(made), known.total(), goal, None)
+            show(len(tried), known.total(), goal, None)
             for result in call("best", searches):
-                made.append(result)
+                tried.append(result)
                 results.append(result)
-                show(len(made), known.total(), goal, result.candidate)
+                show(len(tried), known.total(), goal, result.candidate)
                 if result.candidate is not None:
                     fitting_runs.append(result.candidate if with_next else replace(result.candidate, next_larger=None))
         return results, [*call("whole", _ranked(fitting_runs))]

@@ -97,8 +97,8 @@ def _row(number: int, candidate: Candidate, plan: Plan) -> Iterator[str]:
     host = f"{on_host} of host memory" if (on_host := _host(report)) else ""
     steps = "" if plan.tokens is None else counted(train.steps, "step")
     given_up = f"given up: {'; '.join(candidate.strategy.gives_up)}" if candidate.strategy.gives_up else ""
-    how = [candidate.optimizer, layout, host, speed(candidate, plan.tokens), steps, given_up]
-    yield f"    {_cut('; '.join(filter(None, how)), _WIDTHS[1] - 4)}"
+    details = [candidate.optimizer, layout, host, speed(candidate, plan.tokens), steps, given_up]
+    yield f"    {_cut('; '.join(filter(None, details)), _WIDTHS[1] - 4)}"
 
 
 def _cut(text: str, width: int) -> str:

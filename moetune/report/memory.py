@@ -225,9 +225,9 @@ def pace(time: Duration, tokens: int | None = None) -> str:
         return (
             f"Measured in a similar run: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
         )
-    how = "Estimated" if time.of_card else "Estimated, on a kind of card that was never measured"
+    basis = "Estimated" if time.of_card else "Estimated, on a kind of card that was never measured"
     return (
-        f"{how}: {between(speed)} tokens/s, {between(seconds)} s a step"
+        f"{basis}: {between(speed)} tokens/s, {between(seconds)} s a step"
         f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of the card's 16-bit FLOP/s."
     )
 
@@ -289,8 +289,8 @@ def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
     """Group ranks of equal memory; return (rank numbers such as `0-3,6`, memory of one of them) for each group."""
     groups: dict[tuple[object, ...], list[RankMemory]] = {}
     for rank in ranks:
-        of = rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes, rank.holds, rank.card
-        groups.setdefault(of, []).append(rank)
+        key = rank.parts, rank.outside_allocator, rank.peak_reserved, rank.host_bytes, rank.holds, rank.card
+        groups.setdefault(key, []).append(rank)
     return [(ranges(rank.rank for rank in group), group[0]) for group in groups.values()]
 
 

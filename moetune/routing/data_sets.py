@@ -51,7 +51,7 @@ def read_sources(
     """
     config, model = run.config, run.model.source
     tokenizer = tokenizer_of(model.name, model.folder)
-    how = {} if config.data is None else config.data.model_dump(exclude={"train", "split", "eval", "validation"})
+    options = {} if config.data is None else config.data.model_dump(exclude={"train", "split", "eval", "validation"})
     sources, problems = [], []
     for name in ("held-out data",) if data is None else data:
         try:
@@ -60,7 +60,7 @@ def read_sources(
                 read = load_data(config.data, tokenizer, config.train, now)
                 rows, counts = read.eval, read.eval_counts
             else:
-                settings = DataConfig.model_validate({**how, "train": name})
+                settings = DataConfig.model_validate({**options, "train": name})
                 read = load_data(settings, tokenizer, config.train, now)
                 rows, counts = read.train, read.counts
             assert rows is not None

@@ -91,7 +91,7 @@ def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Dr
     any_layer = torch.zeros(count, dtype=torch.bool)
     layers = {}
     for index in before.layers:
-        old, new = (of[index].loss.tokens for of in scores)
+        old, new = (by_layer[index].loss.tokens for by_layer in scores)
         differs = (torch.cat(before.choices[index]) != torch.cat(after.choices[index])).any(-1)
         any_layer |= differs
         layers[index] = LayerDrift(

@@ -130,12 +130,12 @@ def score(
     adapted, base = load_base(run, run.device(device), console, ranks)
     content = None if base is None else base.fingerprint.content
     settings = _settings(config)
-    of = {"command": "score", "base": content, "data": [source.digest for source in sources], "run": settings}
+    task = {"command": "score", "base": content, "data": [source.digest for source in sources], "run": settings}
     with ExitStack() as stack:
         sums = None
         if out is not None and ranks.is_first:
             stack.enter_context(writing(out))
-            sums = stack.enter_context(aside(out, of, overwrite=overwrite)) / _SUMS
+            sums = stack.enter_context(aside(out, task, overwrite=overwrite)) / _SUMS
         recorder = Recorder(adapted, _read_sums(sums, adapted.model.device))
         saved = time.monotonic()
 

@@ -149,7 +149,7 @@ def parse_metrics(text: bytes, file: Path) -> list[MetricsLine]:
 
 
 def _line(line: bytes, what: str) -> MetricsLine:
-    made = cast("dict[str, Any]", parse_json(line, MetricsLine, what, _REMEDY))
-    if "step" not in made:
+    parsed = cast("dict[str, Any]", parse_json(line, MetricsLine, what, _REMEDY))
+    if "step" not in parsed:
         raise UserError(f"{what} has no step; {_REMEDY}")
-    return cast("MetricsLine", made)
+    return cast("MetricsLine", parsed)

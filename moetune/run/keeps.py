@@ -52,8 +52,8 @@ def kept_by_layer(train: TrainConfig, structure: ModelStructure) -> dict[int, Ke
         layers["rows"] = of_experts if train.checkpointing == "none" else []
     if isinstance(train.keep_rows, int):
         layers["rows"] = layers["rows"] or of_experts[-train.keep_rows :]
-    every = sorted({layer for some in layers.values() for layer in some})
-    return {layer: frozenset(name for name, some in layers.items() if layer in some) for layer in every}
+    every = sorted({layer for numbers in layers.values() for layer in numbers})
+    return {layer: frozenset(name for name, numbers in layers.items() if layer in numbers) for layer in every}
 
 
 def unknown_layers(train: TrainConfig, structure: ModelStructure) -> Iterator[str]:
@@ -70,8 +70,8 @@ def unknown_layers(train: TrainConfig, structure: ModelStructure) -> Iterator[st
             has = f"the {what} {ranges(every)}" if every else f"no {what}"
             yield f"train.checkpointing.{name}: {ranges(wrong)}, and {structure.model_type!r} has {has}"
     kept = kept_by_layer(train, structure).items()
-    if both := [layer for layer, keeps in kept if {"rest", "host"} <= keeps]:
-        yield f"train.checkpointing.host: {ranges(both)}, and layers in rest keep their input; name each in one list"
+    if in_both := [layer for layer, keeps in kept if {"rest", "host"} <= keeps]:
+        yield f"train.checkpointing.host: {ranges(in_both)}, and layers in rest keep their input; name each in one list"
 
 
 def section_of(keeps: Mapping[int, Kept]) -> KeptConfig | Literal["full"]:

@@ -73,14 +73,14 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int, stages
     model.eval()  # no dropout or router jitter, which would draw random numbers
     try:
         with _without_experts(model):
-            one, other = (
+            after_first, after_second = (
                 torch.stack([states(number, stage) for stage in stages or (None,)]) for number in range(len(ids))
             )
     finally:
         model.train(was_training)
-    if not (one.isfinite().all() and other.isfinite().all()):
+    if not (after_first.isfinite().all() and after_second.isfinite().all()):
         refuse_broken_weights(model)
-    elif not one.equal(other):
+    elif not after_first.equal(after_second):
         config = wrapped.config
         raise UserError(
             f"data.packing: true, but {config.model_type} with attention {attention_name(wrapped)} and "

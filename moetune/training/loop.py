@@ -242,9 +242,9 @@ class Loop:
             raise error
         self.micro_batch = size // next(n for n in range(2, size + 1) if size % n == 0)
         train = self.smaller_run().config.train
-        place = {"phase": where.phase, "micro_step": where.micro_step}
+        moment = {"phase": where.phase, "micro_step": where.micro_step}
         smaller = {"micro_batch": train.micro_batch, "accumulate": train.accumulate}
-        self.folder.append_metrics({"step": where.step, "out_of_memory": place, **smaller})
+        self.folder.append_metrics({"step": where.step, "out_of_memory": moment, **smaller})
         self._say(
             f"step {where.step}: out of memory in {where.phase}, micro-step {where.micro_step}; the step is run again "
             f"with train.micro_batch {train.micro_batch}, train.accumulate {train.accumulate}"
@@ -298,11 +298,11 @@ class Loop:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         at_once = train.accumulate if self.ranks.parallel.pp > 1 else 1  # micro-batches in the pipeline together
         for first in range(0, len(batches), at_once):
-            parts = [([rows[index] for index in one.rows], one.counts) for one in batches[first : first + at_once]]
+            parts = [([rows[index] for index in part.rows], part.counts) for part in batches[first : first + at_once]]
             if self.ranks.parallel.pp > 1:
-                made = collate_evenly(parts, len(batches[0].rows), at_once, self.collate)
-                predicted = torch.stack([*map(count_loss_tokens, made)]).sum().to(self.device)
-                loss = self.ranks.total_over_stages(self.stepper.held_out_loss([*map(self._on_device, made)]))
+                collated = collate_evenly(parts, len(batches[0].rows), at_once, self.collate)
+                predicted = torch.stack([*map(count_loss_tokens, collated)]).sum().to(self.device)
+                loss = self.ranks.total_over_stages(self.stepper.held_out_loss([*map(self._on_device, collated)]))
             else:
                 loss, predicted = held_out_loss(model, self._on_device(self._batch(*parts[0])), memory)
             sums += torch.stack([loss.double(), predicted.double()])

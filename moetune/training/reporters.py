@@ -35,8 +35,8 @@ class Reporters:
             PartialState()  # accelerate's logging raises an error without this object
         for name in config.train.report_to:
             kind = LOGGER_TYPE_TO_CLASS[name]
-            place = {"logging_dir": str(output / "runs")} if kind.requires_logging_directory else {}
-            self.trackers.append(kind(os.environ.get("WANDB_PROJECT") or "moetune", **place))
+            arguments = {"logging_dir": str(output / "runs")} if kind.requires_logging_directory else {}
+            self.trackers.append(kind(os.environ.get("WANDB_PROJECT") or "moetune", **arguments))
         settings = {"model": config.model.path} | config.train.model_dump(mode="json")
         for tracker in self.trackers:
             tracker.start()

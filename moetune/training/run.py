@@ -144,8 +144,8 @@ def train(
             say(line)
         if dry_run:
             return TrainResult(output, 0, counts, 0, None, None)
-        if checkpoint is not None and (more := _way_to_go_on(folder, checkpoint, config)) is not None:
-            say(f"{checkpoint} is where this run ends; to go on, raise {more}")
+        if checkpoint is not None and (way := _way_to_go_on(folder, checkpoint, config)) is not None:
+            say(f"{checkpoint} is where this run ends; to go on, raise {way}")
             _complete(run, folder, say)
             step, _, tokens = read_state(checkpoint)
             return TrainResult(output, step, counts, tokens, *_held_out(folder))

@@ -180,7 +180,7 @@ class RunWarnings:
             flat = local_tensor(parameter).reshape(-1)
             if len(flat):  # an empty shard, or a weight that DeepSpeed keeps elsewhere, has no elements here
                 parts.setdefault(self.adapted.part_of(name), []).append(flat[:: -(-len(flat) // _SAMPLED)].float())
-        return {part: copy_on_host(torch.cat(some)) for part, some in parts.items()}
+        return {part: copy_on_host(torch.cat(samples)) for part, samples in parts.items()}
 
 
 def entropy(tokens_E: Tensor) -> float:

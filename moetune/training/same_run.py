@@ -114,7 +114,7 @@ class Inputs:
         changed, lines = self._changed(files), list(harm)
         for key in _differing(self.config, config) if self.config and config else ():
             if key not in _SAYS_NOTHING:
-                now, before = (repr(of.get(key, "not there"))[:80] for of in (config, self.config))
+                now, before = (repr(settings.get(key, "not there"))[:80] for settings in (config, self.config))
                 lines.append(f"{CONFIG_FILE} of the base: {key} is {now}, and was {before}")
         beside = "beside the base's weights has changed since the run began"
         makes_tokens = [name for name in changed if any(Path(name).match(pattern) for pattern in _MAKES_TOKENS)]
@@ -155,8 +155,8 @@ def _digest(rows: datasets.Dataset) -> str:
     sha256 = hashlib.sha256()
     for name in sorted(rows.column_names):
         sha256.update(name.encode())
-        for some in values(rows, name):
-            sha256.update(some.tobytes())
+        for block in values(rows, name):
+            sha256.update(block.tobytes())
         for chunk in rows.data.column(name).chunks:
             sha256.update(pc.list_value_length(chunk).to_numpy(zero_copy_only=False).astype("int64").tobytes())
     return sha256.hexdigest()

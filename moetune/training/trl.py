@@ -180,8 +180,8 @@ def _refuse_what_trl_lacks(run: ResolvedRun) -> None:
 
 def _optimizer_arguments(run: ResolvedRun) -> dict[str, Any]:
     """Return the arguments of the run's optimizer; raise `UserError` if transformers' Trainer has none like it."""
-    optimizer, *others = set(run.optimizers.values())
-    if others:
+    optimizer, *rest = set(run.optimizers.values())
+    if rest:
         raise UserError("TRL's trainers have one optimizer; give optimizer: one name, for all parts")
     momentum = optimizer.momentum and 0.0
     plain = optimizer.but(fused_backward=False, offload=False, master_weights="none", momentum=momentum)

@@ -66,7 +66,7 @@ def print_the_link(trees: Sequence[Path]) -> None:
     ways = (4, "offload"), (4, "{host: auto}"), (1, "offload"), (1, "full")
     for (rows, kept), tree in product(ways, trees):
         kept = "offload" if tree != ROOT and kept.startswith("{") else kept
-        sets = ["accumulate=8", f"micro_batch={rows}", f"checkpointing={kept}"]
+        sets = ["accumulate=8", "expert_memory=256MiB", f"micro_batch={rows}", f"checkpointing={kept}"]
         words = [sys.executable, "-m", "moetune", "predict", recipe, "--json", *(f"--set=train.{one}" for one in sets)]
         with tempfile.TemporaryDirectory() as cache:
             env = os.environ | {"PYTHONPATH": str(tree), "MOETUNE_CACHE": cache}

@@ -100,9 +100,9 @@ def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     if not torch.cuda.is_available():
         return run
     device = torch.device("cuda", 0)
-    here = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     # a card that is not in the catalog is known by its memory
-    if card is not None and card.full_name != here.name and card.memory.value != here.total_memory:
+    if card is not None and card.full_name != properties.name and card.memory.value != properties.total_memory:
         return run
     known = _known(_file(device))
     if not any(known.values()) or not (sizes := sizes_of(run)):

@@ -103,12 +103,12 @@ def _child(device: int, sizes: Sizes, without: Collection[str], until: float = i
         last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
     if time.monotonic() >= until:  # no fault of the operator whose turn it is
         return Verdict(failed, "it took longer than other ranks may wait")
-    how = f"ended its process ({'; '.join(last) or f'code {child.returncode}'})"
+    failure = f"ended its process ({'; '.join(last) or f'code {child.returncode}'})"
     if is_silent:
-        how = f"did not finish within {LIMIT:.0f} seconds (moetune doctor RUN.yaml compares again)"
+        failure = f"did not finish within {LIMIT:.0f} seconds (moetune doctor RUN.yaml compares again)"
     if name and (is_silent or child.returncode != -9):  # 9 is how the system ends a process for want of memory
-        failed.setdefault(name, how)
-    return Verdict(failed, how if name else f"the comparison {how}")
+        failed.setdefault(name, failure)
+    return Verdict(failed, failure if name else f"the comparison {failure}")
 
 
 def compare_here(descriptor: int) -> None:
@@ -156,9 +156,9 @@ def _compare_call(
             say(("", ""))
             raise
         is_refused = isinstance(error, KernelError)
-        how = "cannot be compiled or launched" if is_refused else f"raises {type(error).__name__}"
+        failure = "cannot be compiled or launched" if is_refused else f"raises {type(error).__name__}"
         failed.add(operator.name)
-        say((operator.name, f"{how} ({one_line(error)})"))
+        say((operator.name, f"{failure} ({one_line(error)})"))
         torch.cuda.synchronize()  # raises if the device is of no use any more
     result = referred(operator, *args)
     say(("", ""))
@@ -190,18 +190,18 @@ def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., A
     """
     written = getattr(torch.ops.moetune, operator.name).default._schema.arguments
     changed = [
-        place
-        for place, argument in enumerate(written)
+        index
+        for index, argument in enumerate(written)
         if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in operator.scratch
     ]
 
     def outcome(launch: Callable[..., Any]) -> list[Any]:
         copies = copied(args)
         results = launch(*copies)
-        return [*(results if isinstance(results, tuple) else (results,)), *(copies[place] for place in changed)]
+        return [*(results if isinstance(results, tuple) else (results,)), *(copies[index] for index in changed)]
 
     expected = outcome(partial(referred, operator))
-    before = [*[None] * (len(expected) - len(changed)), *(args[place] for place in changed)]
+    before = [*[None] * (len(expected) - len(changed)), *(args[index] for index in changed)]
 
     def difference(launch: Callable[..., Any]) -> float:
         differences = [0.0]

@@ -234,18 +234,18 @@ def bank_samples(dtype: str, *, hidden: int = 192, intermediate: int = 144, rank
     shape = ExpertShape(5, hidden, intermediate, True, False, False, True)
     apart = replace(shape, has_bias=True, is_concatenated=False)
     plain = BankSizes(shape, (0, 1, 2, 3, 4), 0, rank, True, "nf4", True, dtype, 3, 1 << 30, True, (1.0, 0.0))
-    some = replace(plain, lora=(0, 1, 2), trained=2)
+    mixed = replace(plain, lora=(0, 1, 2), trained=2)
     clamped = replace(plain, shape=apart, split_gate_up=False, gate=(1.702, 1.5))
     return (
         plain,
-        some,
-        replace(some, double_quant=False, split=False, split_gate_up=False, expert_memory=0),
+        mixed,
+        replace(mixed, double_quant=False, split=False, split_gate_up=False, expert_memory=0),
         replace(clamped, split=False, expert_memory=0, storage="int8"),
         replace(clamped, storage="fp8"),
         replace(plain, storage="nvfp4"),
         replace(plain, storage="mxfp4"),
         replace(plain, storage="int4-g32"),
-        replace(some, lora_dtype="bf16", share="outer"),
+        replace(mixed, lora_dtype="bf16", share="outer"),
         replace(clamped, split=False, share="outer"),
     )
 

@@ -125,8 +125,8 @@ def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
     rest = sorted(name for name in trainable.keys() - done if adapted.part_of(name) != "lora")
     notes = []
     if rest:
-        more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
-        notes.append(f"not in the delta, so it starts from the base's values: {rest[0]}{more}")
+        further = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+        notes.append(f"not in the delta, so it starts from the base's values: {rest[0]}{further}")
     if any(adapted.part_of(name) == "lora" for name in trainable):
         notes.append("a delta holds no LoRA; its factors are newly initialized")
     return tuple(notes)
@@ -168,10 +168,10 @@ def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Target]:
         if name in mappings:
             yield _Target(name, mappings[name])
     for parameter in sorted(adapted.selection.full):
-        tied = (other for other, first in adapted.structure.tied.items() if first == parameter)
-        for other in (parameter, *tied):
-            if other in mappings:
-                yield _Target(whole_name(parameter, adapted.selection), mappings[other])
+        tied = (alias for alias, first in adapted.structure.tied.items() if first == parameter)
+        for alias in (parameter, *tied):
+            if alias in mappings:
+                yield _Target(whole_name(parameter, adapted.selection), mappings[alias])
 
 
 def _nothing(tensor: Stored, start: int, stop: int | None) -> Tensor:

@@ -34,8 +34,8 @@ def load_peft(adapted: Adapted, folder: Path) -> tuple[str, ...]:
             tensor.copy_(matching.values[name])
     if not (grown := matching.grown):
         return ()
-    more = f" and {len(grown) - 1} more" if len(grown) > 1 else ""
-    return (f"of a lower rank in the adapter, so the other ranks begin like new factors: {grown[0]}{more}",)
+    further = f" and {len(grown) - 1} more" if len(grown) > 1 else ""
+    return (f"of a lower rank in the adapter, so the other ranks begin like new factors: {grown[0]}{further}",)
 
 
 def check_peft(adapted: Adapted, folder: Path) -> None:
@@ -47,9 +47,9 @@ def _matched(adapted: Adapted, folder: Path) -> "_Matching":
     model = adapted.run.model
     with time_limit(f"the patterns in {str(folder / CONFIG_FILE)!r}"):
         stored = open_adapter(folder)
-        found = sure(read(stored, base_of(model.source, model.plain, model.structure, model.config.path)), stored)
-    matching = _Matching(adapted, found.problems)
-    matching.match(found.adapter, found.frozen)
+        parsed = sure(read(stored, base_of(model.source, model.plain, model.structure, model.config.path)), stored)
+    matching = _Matching(adapted, parsed.problems)
+    matching.match(parsed.adapter, parsed.frozen)
     if matching.problems:
         lines = "\n  ".join(first_of(matching.problems))
         raise UserError(f"the adapter in {str(folder)!r} does not fit the run's adapt: block:\n  {lines}")
@@ -158,9 +158,9 @@ class _Matching:
             own = whole_name(tied.get(name, name), adapted.selection)
             if own in wanted:
                 self.values[own] = tensor
-            elif (here := frozen.get(own)) is None or not (here.is_meta or tensor.to(here).equal(here)):
+            elif (current := frozen.get(own)) is None or not (current.is_meta or tensor.to(current).equal(current)):
                 setting = f"; set adapt.{'router' if name in routers else 'also'} so that it trains"
-                is_parameter = isinstance(here, nn.Parameter)
+                is_parameter = isinstance(current, nn.Parameter)
                 self.problems.append(
                     f"{name}: is in the adapter; it is frozen here, with another value{setting * is_parameter}"
                 )

@@ -32,8 +32,8 @@ def noting_base(model: ResolvedModel, ranks: Ranks = SINGLE_RANK) -> Iterator[Ca
 
     def whole(mine: Fingerprint) -> Fingerprint:
         files: dict[str, str] = {}
-        for its in ranks.gather(dict(mine.files)):
-            files |= its
+        for of_rank in ranks.gather(dict(mine.files)):
+            files |= of_rank
         return Fingerprint(mine.tensors, files)
 
     with ExitStack() as stack:
@@ -50,10 +50,10 @@ def noting_base(model: ResolvedModel, ranks: Ranks = SINGLE_RANK) -> Iterator[Ca
         yield noted
 
 
-def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) -> None:
-    """Raise `UserError` if a checkpoint's present fingerprint, `found`, differs from the one recorded in `noted`. The
+def refuse_changed_base(noted: Base, current: Fingerprint, what: str, where: str) -> None:
+    """Raise `UserError` if a checkpoint's present fingerprint, `current`, differs from the one recorded in `noted`. The
     message calls what was trained on the checkpoint `what`, and its folder `where`."""
-    difference = noted.fingerprint.difference(found)
+    difference = noted.fingerprint.difference(current)
     if difference is not None:
         raise UserError(
             f"the base in {where!r} has changed since {what} was trained on it: {difference}; restore the original "

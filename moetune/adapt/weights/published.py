@@ -114,15 +114,15 @@ class CheckpointReader:
         """Read the experts of a layer whose checkpoint has separate tensors for each expert. Frozen experts that are
         already quantized as `model.base` says are stored as they are."""
         for expert in self._target.bank(path).held:
-            one = mapping.of_expert(expert)
-            pieces = [self._stored[key] for key in one.every_key()]
+            of_expert = mapping.of_expert(expert)
+            pieces = [self._stored[key] for key in of_expert.every_key()]
             wanted = self._target.pieces_of(path, stack, expert)
-            if wanted is not None and len(pieces) == wanted[0] and one.only_merges:
+            if wanted is not None and len(pieces) == wanted[0] and of_expert.only_merges:
                 kept = [piece.quantized() for piece in pieces if self._is_kept(piece, wanted[1], path)]
                 if len(kept) == len(pieces):
                     self._target.put_quantized_expert(path, stack, expert, *kept)
                     continue
-            self._target.put_expert(path, stack, expert, one.to_model(self._read)[0])
+            self._target.put_expert(path, stack, expert, of_expert.to_model(self._read)[0])
 
     def _read_rows(self, path: str, stack: str, stored: Stored) -> None:
         """Read the experts of a layer from the rows of one tensor. Frozen experts that are already quantized as
@@ -167,10 +167,10 @@ class CheckpointReader:
         yield from (f"unexpected {name}" for name in sorted(unexpected))
         of_experts = {f"{path}.{stack}": x for path, x in self._target.layers.items() for stack in stacks(x)}
         for name, mapping in self._mappings.items():
-            if (there := state.get(name)) is None:
+            if (expected := state.get(name)) is None:
                 continue
             keys = mapping.every_key()
-            if there.is_floating_point():
+            if expected.is_floating_point():
                 types = {key: self._stored[key].dtype for key in keys}
                 yield from (
                     f"{key} has type {kind}, which is not one of weights"
@@ -180,20 +180,20 @@ class CheckpointReader:
             if mapping.has_experts_apart and name not in of_experts:
                 continue  # of a layer on another rank, which checks it
             if name in of_experts and mapping.has_experts_apart:
-                yield from self._misfits_apart(of_experts[name], mapping, [1, *there.shape[1:]])
+                yield from self._misfits_apart(of_experts[name], mapping, [1, *expected.shape[1:]])
                 continue
-            found, layer = self._shape(mapping), of_experts.get(name)
+            shape, layer = self._shape(mapping), of_experts.get(name)
             is_stack = isinstance(first := self._stored[keys[0]], Quantized) and first.STACKS
             if is_stack and (layer is None or not layer.shape.is_transposed):
-                yield f"{name} is {found}, not {[*there.shape]}, and [experts, in, out] is gpt-oss' layout of MXFP4"
-            elif found != [*there.shape]:
-                yield f"{name} is {found}, not {[*there.shape]}"
+                yield f"{name} is {shape}, not {[*expected.shape]}, and [experts, in, out] is gpt-oss' layout of MXFP4"
+            elif shape != [*expected.shape]:
+                yield f"{name} is {shape}, not {[*expected.shape]}"
 
     def _unlike_others(self) -> Iterator[str]:
         """Yield a line for each matrix that is stored otherwise than a checkpoint that `model.base` keeps says."""
         experts = {f"{path}.{stack}": path for path, layer in self._target.layers.items() for stack in stacks(layer)}
         modules = experts | {f"{path}.weight": path for path in self._target.linears}
-        kept, others = set[str](), list[tuple[str, str]]()  # storages; tensors that are not in theirs, with it
+        kept, unlike = set[str](), list[tuple[str, str]]()  # storages; tensors that are not in theirs, with it
         for name, mapping in self._mappings.items():
             is_apart = mapping.has_experts_apart if name in experts else mapping.conversion is None
             format = self._target.formats[modules[name]] if name in modules else None
@@ -204,8 +204,8 @@ class CheckpointReader:
                 if self._is_kept(stored, stored.shape, modules[name]):
                     kept.add(format.name)
                 elif len(stored.shape) == 2:
-                    others.append((key, format.name))
-        for key, storage in others:
+                    unlike.append((key, format.name))
+        for key, storage in unlike:
             if storage in kept:
                 kind = "in another layout" if isinstance(self._stored[key], Quantized) else self._stored[key].dtype
                 yield f"{key} is {kind} and others are {storage}; set model.base: nf4 to quantize all anew"
@@ -214,17 +214,17 @@ class CheckpointReader:
         name, count = mapping.parameter, layer.shape.num_experts
         known: dict[tuple[tuple[int, ...], ...], list[int] | str] = {}
         for expert in range(count):
-            one = mapping.experts.get(expert)
-            if one is None or not one.is_whole:
+            of_expert = mapping.experts.get(expert)
+            if of_expert is None or not of_expert.is_whole:
                 yield f"missing {name} of expert {expert}"
                 continue
-            shapes = tuple(self._stored[key].shape for key in one.every_key())
+            shapes = tuple(self._stored[key].shape for key in of_expert.every_key())
             if shapes not in known:
-                known[shapes] = self._shape(one)
-            if isinstance(found := known[shapes], str):
-                yield f"{name}, expert {expert}: {found}"
-            elif found != expected:
-                yield f"{name} of expert {expert} is {found}, not {expected}"
+                known[shapes] = self._shape(of_expert)
+            if isinstance(shape := known[shapes], str):
+                yield f"{name}, expert {expert}: {shape}"
+            elif shape != expected:
+                yield f"{name} of expert {expert} is {shape}, not {expected}"
         for expert in sorted(mapping.experts.keys() - set(range(count))):
             yield f"unexpected expert {expert} for {name}, which has {count}"
 

@@ -60,7 +60,7 @@ def quantize(
     target = target_of(model, torch.device(this_device()), on_read)
     reader = CheckpointReader(folder, model.plain, model.source.name, target)  # refuses what does not fit the model
     plan = quantized_base.plan(model, folder, weight_files(folder))
-    with new_folder(out, overwrite, kind=KIND, of=plan) as new, taking_fingerprint(folder) as taken:
+    with new_folder(out, overwrite, kind=KIND, task=plan) as new, taking_fingerprint(folder) as taken:
         quantized_base.begin(new, folder, target.layers)
         for path in target.layers:
             if not (new / quantized_base.layer_file(path)).is_file():

@@ -84,10 +84,10 @@ def rest_of(
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, Any]] = set()
     for name, tensor in named:
-        place = id(tensor.untyped_storage()), tensor.storage_offset()
-        if place in seen:  # tied weights are stored once
+        location = id(tensor.untyped_storage()), tensor.storage_offset()
+        if location in seen:  # tied weights are stored once
             continue
-        seen.add(place)
+        seen.add(location)
         keys = mappings[name].every_key() if name in mappings and tensor.is_floating_point() else []
         if keys and not any(isinstance(stored[key], Quantized) for key in keys):
             tensor = mappings[name].to_model(lambda key: stored[key].whole()).reshape(tensor.shape)
@@ -103,7 +103,7 @@ def plan(model: ResolvedModel, source: Path, weights: Iterable[Path]) -> dict[st
         **model.config.model_dump(mode="json", include={"base", "double_quant"}),
         "gate_up_apart": model.gate_up_apart,
         "source": str(source.resolve()),
-        "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
+        "source_files": {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in weights},
     }
 
 
@@ -173,12 +173,12 @@ def check_quantized_base(run: ResolvedRun) -> None:
         return
     folder = Path(str(run.model.source.folder))
     linears = run.structure.linears()
-    places = {(linears[path].component, linears[path].layer) for path in run.quantized_linears}
-    places |= {("experts", layer.index) for layer in run.structure.moe_layers}
+    parts = {(linears[path].component, linears[path].layer) for path in run.quantized_linears}
+    parts |= {("experts", layer.index) for layer in run.structure.moe_layers}
     alike = all(
-        format_of(config.storage_of(*place), config.double_quant)
-        == format_of(storage_in(manifest.base, *place), manifest.double_quant)
-        for place in places
+        format_of(config.storage_of(*part), config.double_quant)
+        == format_of(storage_in(manifest.base, *part), manifest.double_quant)
+        for part in parts
     )
     for key in () if alike else ("base", "double_quant"):
         wanted, stored = getattr(config, key), getattr(manifest, key)
@@ -189,8 +189,8 @@ def check_quantized_base(run: ResolvedRun) -> None:
     for name, expected in manifest.files.items():
         file, size = folder / name, expected.bytes
         if not file.is_file() or file.stat().st_size != size:
-            found = f"has {file.stat().st_size:,} bytes, not {size:,}" if file.is_file() else "is missing"
-            raise UserError(f"{str(file)!r} {found}: the quantized base is damaged; {_AGAIN}")
+            damage = f"has {file.stat().st_size:,} bytes, not {size:,}" if file.is_file() else "is missing"
+            raise UserError(f"{str(file)!r} {damage}: the quantized base is damaged; {_AGAIN}")
     if run.selection.experts:
         raise UserError(
             f"adapt.experts: {str(folder)!r} holds quantized experts only; fully trained experts need the original "
@@ -215,9 +215,9 @@ def read_quantized_base(
     mine = sorted(manifest.files)[ranks.rank :: ranks.parallel.ranks]
     with digesting([folder / name for name in mine], _THREADS) as digests:
         _fill(target, folder, manifest, on_read)
-        found = digests()
+        taken = digests()
     for name in mine:
-        if found[name] != manifest.files[name].sha256:
+        if taken[name] != manifest.files[name].sha256:
             raise UserError(
                 f"{str(folder / name)!r} was changed after it was written: the quantized base is damaged; {_AGAIN}"
             )

@@ -46,8 +46,8 @@ class MoetuneConfig(QuantizationConfigMixin):
 
     def __init__(self, base: Any = "nf4", double_quant: bool = True, experts_on: str = "gpu", **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
-        how = {"base": base, "double_quant": double_quant, "experts_on": experts_on, "attention": "eager"}
-        self.model = ResolvedModelConfig.model_validate({"path": "unread", "dtype": "fp32", **how})
+        settings = {"base": base, "double_quant": double_quant, "experts_on": experts_on, "attention": "eager"}
+        self.model = ResolvedModelConfig.model_validate({"path": "unread", "dtype": "fp32", **settings})
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, **self.model.model_dump(mode="json", include={"base", "double_quant"})}
@@ -66,7 +66,7 @@ class MoetuneQuantizer(LoadingQuantizer):
         Raises `UserError` if the experts cannot be quantized, or the checkpoint does not fit the model.
         """
         plain, structure = copy.deepcopy(model), read_structure(model)
-        dtype = next(name for name, one in DTYPES.items() if one == model.config.dtype)
+        dtype = next(name for name, dtype in DTYPES.items() if dtype == model.config.dtype)
         config = self.quantization_config.model.model_copy(update={"dtype": dtype})
         unmatched = validation.unmatched_base(config, structure)
         raise_problems([*validation.unsupported_experts(model, structure), *unmatched])

@@ -63,8 +63,8 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
         for name, tensor in own.items():
             if tensor.is_meta:
                 is_table = isinstance(module, HostTable) and name == "weight"
-                made = module.allocate(device) if is_table else torch.empty_like(tensor, device=device)
-                fresh[name] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                real = module.allocate(device) if is_table else torch.empty_like(tensor, device=device)
+                fresh[name] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
                 setattr(module, name, fresh[name])
         floats = {name: tensor for name, tensor in fresh.items() if tensor.is_floating_point()}
         for tensor in floats.values():
@@ -83,7 +83,7 @@ def _draw(model: PreTrainedModel, path: str, fresh: list[Tensor]) -> None:
     while True:
         holder = model.get_submodule(path)
         for tensor in (*holder.parameters(), *holder.buffers()):
-            if not any(tensor is one for one in fresh):
+            if not any(tensor is new for new in fresh):
                 mark_initialized(tensor)
         draw(_owner(model, path), holder)
         if not path or not any(tensor.is_floating_point() and tensor.isnan().any() for tensor in fresh):

@@ -42,7 +42,7 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
             output_loading_info=True,
         )
     wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
-    wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]
+    wrong += [f"{key} is {[*stored]}, not {[*size]}" for key, stored, size in sorted(info["mismatched_keys"])]
     refuse_misfit(wrong, f"the weights in {str(folder)!r}", model.source.name)
     if torch.stack([is_suspect(tensor) for tensor in loaded.state_dict().values()]).any():
         refuse_not_finite(open_checkpoint(folder))  # reads the files again, to name the tensor there

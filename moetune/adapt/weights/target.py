@@ -69,8 +69,8 @@ class LoadTarget:
         on_read: Callable[[float], None] | None = None,
     ) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, DTYPES[config.dtype]
-        here, self._moe_layers = dict(model.named_modules()), structure.moe_layers
-        self.layers = {layer.experts: layer for layer in structure.moe_layers if layer.experts in here}
+        modules, self._moe_layers = dict(model.named_modules()), structure.moe_layers
+        self.layers = {layer.experts: layer for layer in structure.moe_layers if layer.experts in modules}
         self.linears = linears
         stored = {x.experts: config.storage_of("experts", x.index) for x in structure.moe_layers} | {**linears}
         self.formats = {path: format_of(storage, config.double_quant) for path, storage in stored.items()}
@@ -144,8 +144,8 @@ class LoadTarget:
         bank, matrix = self.bank(path), matrix_of(stack)
         if expert not in bank.frozen_slots or matrix.endswith("_bias"):
             return None
-        of = bank.gate_up if matrix == "gate_up" else bank.down
-        return of.pieces, (of.shape[0] // of.pieces, of.shape[1])
+        projection = bank.gate_up if matrix == "gate_up" else bank.down
+        return projection.pieces, (projection.shape[0] // projection.pieces, projection.shape[1])
 
     def install(self, path: str) -> None:
         """Replace a layer's experts module in the model by its bank; call it once all weights of the layer are put.
@@ -220,14 +220,14 @@ class LoadTarget:
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
         is_table = isinstance(module, HostTable) and last == "weight"
-        there = module.allocate(self.device, self._kept_dtypes.get(name)) if is_table else getattr(module, last)
-        if there.shape != tensor.shape:
-            raise RuntimeError(f"{name} is {[*tensor.shape]}, not {[*there.shape]}")
-        if stays_on_host(there):
-            there.copy_(tensor)
+        current = module.allocate(self.device, self._kept_dtypes.get(name)) if is_table else getattr(module, last)
+        if current.shape != tensor.shape:
+            raise RuntimeError(f"{name} is {[*tensor.shape]}, not {[*current.shape]}")
+        if stays_on_host(current):
+            current.copy_(tensor)
         else:
             is_buffer = last in dict(module.named_buffers(recurse=False))
-            dtype = self._kept_dtypes.get(name, there.dtype) if there.is_floating_point() else tensor.dtype
+            dtype = self._kept_dtypes.get(name, current.dtype) if current.is_floating_point() else tensor.dtype
             tensor = tensor.to(self.device, dtype)
             setattr(module, last, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
         self._note(tensor.numel())

@@ -37,9 +37,9 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     base = open_checkpoint(folder)
     model = run.adapted.run.model
     targets = placed(model, updates(run), base)
-    fingerprint, places = copy_checkpoint(folder, out)
+    fingerprint, output = copy_checkpoint(folder, out)
     of_base = confirmed_base(run, folder, fingerprint)
-    changed = write_updates(targets, base, places)
+    changed = write_updates(targets, base, output)
     notes = complete_config(out)
     if any(isinstance(tensor, Quantized) for tensor in base.values()):
         method = model.source.quantization.method
@@ -109,42 +109,42 @@ def copy_checkpoint(
     if any(isinstance(tensor, Quantized) for tensor in tensors.values()):
         fingerprint = take_fingerprint(folder, on_read=on_read)
         tensors |= added or {}
-        places = create_files(tensors, out, lambda name, tensor: {name: (tensor.torch_dtype, tensor.shape)})
-        copy_rows(tensors, places)
+        output = create_files(tensors, out, lambda name, tensor: {name: (tensor.torch_dtype, tensor.shape)})
+        copy_rows(tensors, output)
         write_config(folder, out, None)
     else:
         if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
             copy_small_file(folder / INDEX_FILE, folder, out)
         fingerprint = take_fingerprint(folder, copy_to=out, on_read=on_read)
-        places = {name: tensor.within(out) for name, tensor in tensors.items()}
+        output = {name: tensor.within(out) for name, tensor in tensors.items()}
         if added:
-            places = _with_tensors(added, places, out)
-    return fingerprint, places
+            output = _with_tensors(added, output, out)
+    return fingerprint, output
 
 
-def _with_tensors(added: Mapping[str, Stored], places: Mapping[str, Stored], out: Path) -> dict[str, Stored]:
-    """Write further tensors of a checkpoint in `out` to a file of their own, `places` being the others; return all.
+def _with_tensors(added: Mapping[str, Stored], output: Mapping[str, Stored], out: Path) -> dict[str, Stored]:
+    """Write further tensors of a checkpoint in `out` to a file of their own, `output` being the others; return all.
 
     `model.safetensors` is renamed, since programs that find it read no other file.
     """
     if (out / SINGLE_FILE).is_file():
         first, own = out / "model-00001-of-00002.safetensors", out / "model-00002-of-00002.safetensors"
         (out / SINGLE_FILE).rename(first)
-        places = {name: replace(tensor, file=first) for name, tensor in places.items()}
+        output = {name: replace(tensor, file=first) for name, tensor in output.items()}
     else:
         own = out / "model-untied.safetensors"
     written = create_file(own, {name: (tensor.torch_dtype, tensor.shape) for name, tensor in added.items()})
     copy_rows(added, written)
-    places = {**places, **written}
-    _write_index(places, out)
-    return places
+    output = {**output, **written}
+    _write_index(output, out)
+    return output
 
 
-def copy_rows(tensors: Mapping[str, Stored], places: Mapping[str, Stored]) -> None:
+def copy_rows(tensors: Mapping[str, Stored], output: Mapping[str, Stored]) -> None:
     """Write the values of tensors, dequantized, to the places of the same names, block by block."""
     for name, tensor in tensors.items():
         for start, stop in tensor.blocks():
-            places[name].write(tensor.rows(start, stop), start)
+            output[name].write(tensor.rows(start, stop), start)
 
 
 def create_files(

@@ -73,20 +73,20 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
         fingerprint = take_fingerprint(folder)
         largest = _write_base(base, chosen, folder, out, rounding)
     of_base = confirmed_base(run, folder, fingerprint)
-    places = _open_exactly(out)
+    output = _open_exactly(out)
     sums: dict[int | None, Tensor] = {}
     changed: set[str] = set()
     for update, mapping in targets:
         number = re.search(r"\.(\d+)\.", update.parameter)
         layer = None if number is None else int(number[1])
-        new: Iterable[tuple[str, int, Tensor]] = new_rows(update, mapping, base, into=places)
+        new: Iterable[tuple[str, int, Tensor]] = new_rows(update, mapping, base, into=output)
         of_expert: dict[str, Tensor] = {}
         if update.expert is not None:
             new = [*new]  # its gate and up, which have one scale
             of_expert = _largest((key, rows) for key, _, rows in new)
         for key, start, rows in new:
             changed.add(key)
-            if not isinstance(target := places[key], Quantized):
+            if not isinstance(target := output[key], Quantized):
                 target.write(rows, start)
                 continue
             stop = start + len(rows)
@@ -98,7 +98,7 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
             of_matrix = _sums(rows.float() - base[key].rows(start, stop).float(), rounded)
             sums[layer] = sums[layer] + of_matrix if layer in sums else of_matrix
     write_export_manifest(out, manifest_entries(run) | {"format": "merged", "into": into, "base": of_base.to_json()})
-    written = (places[key] for key in changed)
+    written = (output[key] for key in changed)
     parts = (part for whole in written for part in (whole.parts.values() if isinstance(whole, Quantized) else (whole,)))
     size = sum(part.nbytes for part in parts)
     ordered = sorted(sums, key=lambda layer: (layer is None, layer or 0))
@@ -147,15 +147,15 @@ def _write_base(
             created[f"{name}_{part}"].write(values)
     unrounded = [name for name, tensor in base.items() if name not in chosen and len(tensor.shape) == 2]
     write_config(folder, out, format.settings([name.removesuffix(".weight") for name in sorted(unrounded)]))
-    places = open_checkpoint(out)
+    output = open_checkpoint(out)
     largest = _largest((name, base[name].rows()) for name in chosen if format.joins_scales)
-    copy_rows({name: tensor for name, tensor in base.items() if name not in chosen}, places)
+    copy_rows({name: tensor for name, tensor in base.items() if name not in chosen}, output)
     for name in chosen:
         tensor = base[name]
         step = 1 if format.layouts[0].STACKS else tensor.num_rows
         for start in range(0, tensor.num_rows, step):
             rows = tensor.rows(start, start + step).float()
-            _write(places[name], rows, start, largest.get(joined_name(name)))
+            _write(output[name], rows, start, largest.get(joined_name(name)))
     return largest
 
 

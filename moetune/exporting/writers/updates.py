@@ -192,16 +192,16 @@ def new_rows(
 
 
 def write_updates(
-    targets: Iterable[tuple[Update, KeyMapping]], base: Mapping[str, Stored], places: Mapping[str, Stored]
+    targets: Iterable[tuple[Update, KeyMapping]], base: Mapping[str, Stored], output: Mapping[str, Stored]
 ) -> set[str]:
-    """Write the rows of updates, paired by `placed`, over those of a copy of the base, whose tensors are `places`.
+    """Write the rows of updates, paired by `placed`, over those of a copy of the base, whose tensors are `output`.
 
     Returns the names of the tensors that changed.
     """
     changed = set()
     for update, mapping in targets:
         for key, start, rows in new_rows(update, mapping, base):
-            places[key].write(rows, start)
+            output[key].write(rows, start)
             changed.add(key)
             del rows  # before the next update's are computed
     return changed

@@ -81,12 +81,12 @@ class Unread(Stored):
 def unread(tensors: Mapping[str, Stored], reading: Reading) -> dict[str, Stored]:
     """Return name -> the stored tensor of a checkpoint, which is read as a fake tensor and recorded by `reading`."""
 
-    def one(stored: Stored, *, at_once: bool = False) -> Stored:
+    def as_unread(stored: Stored, *, at_once: bool = False) -> Stored:
         if isinstance(stored, Quantized):
-            return replace(stored, parts={name: one(part, at_once=True) for name, part in stored.parts.items()})
+            return replace(stored, parts={name: as_unread(part, at_once=True) for name, part in stored.parts.items()})
         return Unread(stored.file, stored.dtype, stored.shape, stored.offset, reading=reading, at_once=at_once)
 
-    return {name: one(stored) for name, stored in tensors.items()}
+    return {name: as_unread(stored) for name, stored in tensors.items()}
 
 
 def described(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Stored]:

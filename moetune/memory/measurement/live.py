@@ -95,7 +95,7 @@ def watch_cuda() -> dict[int, Refused]:
 
 def _tensors() -> Iterator[Tensor]:
     """Yield the CUDA tensors and parameters, without subclasses such as DTensor, that Python objects refer to."""
-    return (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.is_cuda)
+    return (tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cuda)
 
 
 def _address(tensor: Tensor) -> int | None:
@@ -123,14 +123,14 @@ def owned(refused: Refused, adapted: Adapted | None, optimizer: CombinedOptimize
     Storages that belong to neither the model nor the optimizer are reported as `transient_peak`, grouped by
     `LiveStorage.made_by`. `adapted` (the model, with its gradients) and `optimizer` are None if not built yet.
     """
-    left, found = dict(refused.storages), defaultdict[tuple[PartName, str], list[int]](list)
+    left, by_group = dict(refused.storages), defaultdict[tuple[PartName, str], list[int]](list)
     for tensor, part, name in _named(adapted, optimizer):
         key = refused.key(tensor)
         if key is not None and key in left:
-            found[part, name].append(left.pop(key).bytes)
+            by_group[part, name].append(left.pop(key).bytes)
     for size, made_by in left.values():
-        found["transient_peak", made_by or f"of {size:,} bytes"].append(size)
-    groups = [Owned(part, name, len(sizes), sum(sizes)) for (part, name), sizes in found.items()]
+        by_group["transient_peak", made_by or f"of {size:,} bytes"].append(size)
+    groups = [Owned(part, name, len(sizes), sum(sizes)) for (part, name), sizes in by_group.items()]
     return sorted(groups, key=lambda group: -group.bytes)
 
 
@@ -171,9 +171,9 @@ def processes_on(device: torch.device) -> list[Process]:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    uuid, found = str(torch.cuda.get_device_properties(device).uuid), []
+    uuid, processes = str(torch.cuda.get_device_properties(device).uuid), []
     for line in listed.splitlines():
         card, pid, mebibytes, name = [*(field.strip() for field in line.split(",", 3)), "", "", ""][:4]
         if card.removeprefix("GPU-") == uuid and pid.isdecimal() and mebibytes.isdecimal():
-            found.append(Process(int(pid), name, int(mebibytes) << 20))
-    return found
+            processes.append(Process(int(pid), name, int(mebibytes) << 20))
+    return processes

@@ -123,13 +123,13 @@ def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among an operation's arguments or results, in order, those in lists and tuples included."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def size_of(tensor: Tensor) -> int:
@@ -242,7 +242,7 @@ def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
         return read + sum(map(size_of, fresh))
     if name in _OVERWRITES or func._overloadname == "out":
         return read
-    targets = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
+    targets = [args[index] if index < len(args) else kwargs.get(name) for index, name in written]
     return read + sum(map(size_of, tensors_in(targets)))
 
 
@@ -255,8 +255,8 @@ _OVERWRITES |= {"low_rank", "low_rank_product_", "low_rank_gradients_"}
 
 def written_by(func: Any, args: Any) -> Tensor | None:
     """Return the first argument that an operation writes in place; None if there is none or it is no tensor."""
-    places = _written(func)
-    changed = args[places[0][0]] if places and places[0][0] < len(args) else None
+    written = _written(func)
+    changed = args[written[0][0]] if written and written[0][0] < len(args) else None
     return changed if isinstance(changed, Tensor) else None
 
 
@@ -264,4 +264,4 @@ def written_by(func: Any, args: Any) -> Tensor | None:
 def _written(func: Any) -> list[tuple[int, str]]:
     """Return (position, name) of the arguments that an operator writes in place, from its schema."""
     arguments = enumerate(func._schema.arguments)
-    return [(n, one.name) for n, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [(n, arg.name) for n, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]

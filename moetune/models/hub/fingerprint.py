@@ -70,10 +70,10 @@ class Fingerprint:
     def _check_content(cls, raw: Any, read: "Callable[[Any], Fingerprint]") -> "Fingerprint":
         """Validate the JSON object `raw` from `to_json` by `read`, pydantic's own validation; raise `ValueError` if its
         `content` is not the digest of its `files`."""
-        made = read(raw)
-        if made.content != raw.get("content"):
+        fingerprint = read(raw)
+        if fingerprint.content != raw.get("content"):
             raise ValueError("the fingerprint of the base is damaged")
-        return made
+        return fingerprint
 
 
 @dataclass(frozen=True)

@@ -274,8 +274,8 @@ def _laid(
     """
     chosen = Chosen(documents, read.documents)
     rows = separate(chosen, length) if padding is None else packed(chosen, length, padding)
-    places = sum(map(len, values(rows, "input_ids")))
-    tokens = places if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
+    positions = sum(map(len, values(rows, "input_ids")))
+    tokens = positions if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
     return rows, DataCounts(
         **vars(read.tally),
         lengths=documents.lengths[read.documents],
@@ -283,7 +283,7 @@ def _laid(
         sequences=len(rows),
         tokens=tokens,
         loss_tokens=sum(int((part != IGNORED).sum()) for part in values(rows, "labels")),
-        padding=places - tokens,
+        padding=positions - tokens,
         unread=tuple(unread),
     )
 

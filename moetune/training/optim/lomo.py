@@ -77,10 +77,10 @@ class AdaLomo(ScalingOptimizer):
             for name, shape in shapes.items():
                 state[name] = parameter.new_zeros(shape, dtype=torch.float32)
         state["step"] += 1
-        keep, rate = 1 - state["step"] ** -_DECAY, self._rate(group, state["step"])
+        beta2, rate = 1 - state["step"] ** -_DECAY, self._rate(group, state["step"])
         if is_vector:
             gradient = grad.float() * scale
-            state["square"].mul_(keep).add_(gradient.square().add_(_LEAST_SQUARE), alpha=1 - keep)
+            state["square"].mul_(beta2).add_(gradient.square().add_(_LEAST_SQUARE), alpha=1 - beta2)
             by_element = state["square"].rsqrt()
             _descend(parameter, lambda where: gradient[where] * by_element[where], rate, group)
             return
@@ -92,12 +92,12 @@ class AdaLomo(ScalingOptimizer):
             strict=True,
         )
         for weight, gradient, rows, columns in matrices:
-            rows.mul_(keep)
-            columns.mul_(keep)
+            rows.mul_(beta2)
+            columns.mul_(beta2)
             for where in _blocks(weight):
                 square = (gradient[where].float() * scale).square_().add_(_LEAST_SQUARE)
-                rows[where].add_(square.mean(-1), alpha=1 - keep)
-                columns.add_(square.sum(-2), alpha=(1 - keep) / len(weight))
+                rows[where].add_(square.mean(-1), alpha=1 - beta2)
+                columns.add_(square.sum(-2), alpha=(1 - beta2) / len(weight))
                 del square  # freed before the next step allocates as much
             by_row = (rows / rows.mean()).rsqrt_()[:, None].mul_(scale)
             by_column = columns.rsqrt()

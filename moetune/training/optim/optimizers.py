@@ -85,9 +85,9 @@ def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
     config, trained = adapted.run.config, adapted.trainable()
     loss_scale = LossScale() if adapted.model.dtype == torch.float16 else None
     if not adapted.ranks.is_single and config.parallel.engine == "deepspeed":
-        (one,) = set(config.optimizers.values())
+        (shared,) = set(config.optimizers.values())
         settings = deepspeed_json(config, sum(parameter.numel() for parameter in trained.values()))
-        updater = ZeroUpdater(adapted.model, [*trained.values()], optimizer_maker(one), settings, adapted.ranks)
+        updater = ZeroUpdater(adapted.model, [*trained.values()], optimizer_maker(shared), settings, adapted.ranks)
         return CombinedOptimizer([updater], loss_scale)
     parts = {name: adapted.part_of(name) for name in trained}
     order, lora = list(dict.fromkeys(parts.values())), config.adapt.lora

@@ -36,10 +36,10 @@ class LMHead:
 
     def __init__(self, logits_of: Callable[[Tensor], Tensor], empty_BoH: Tensor) -> None:
         self._logits_of = logits_of
-        with _EmptyTensors() as made:
+        with _EmptyTensors() as tensors:
             logits_BoV = logits_of(empty_BoH)
         self.vocabulary, self.width = logits_BoV.shape[-1], logits_BoV.element_size()
-        self.row_bytes = self.vocabulary * sum(t.element_size() for t in made if t.shape[-1] == self.vocabulary)
+        self.row_bytes = self.vocabulary * sum(t.element_size() for t in tensors if t.shape[-1] == self.vocabulary)
         self.trained = _leaves(logits_BoV)
 
     def __call__(self, hidden_nH: Tensor) -> Tensor:
@@ -59,19 +59,19 @@ def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[T
     path = next(path for path, module in model.named_modules() if module is stack)
     answering = _Answering(stack)
     seen: list[Tensor] = []
-    answer: Callable[[Tensor], Any]
+    output_of: Callable[[Tensor], Any]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal answer
+        nonlocal output_of
         model.set_submodule(path, stack)  # whole again: other micro-batches may begin while this one is in the stack
         output = stack(*args, **kwargs)
         model.set_submodule(path, answering)
         seen.append(output[0])
-        answer = _answer_like(output)
-        return answer(output[0][:, :0])  # no tokens, so that this call computes no logits
+        output_of = _output_like(output)
+        return output_of(output[0][:, :0])  # no tokens, so that this call computes no logits
 
     def logits_of(hidden: Tensor) -> Tensor:
-        answering.answer = lambda *args, **kwargs: answer(hidden)
+        answering.answer = lambda *args, **kwargs: output_of(hidden)
         return model(**inputs, use_cache=False).logits
 
     model.set_submodule(path, answering)
@@ -100,7 +100,7 @@ class _Answering(nn.Module):
         return self.answer(*args, **kwargs)
 
 
-def _answer_like(output: Any) -> Callable[[Tensor], Any]:
+def _output_like(output: Any) -> Callable[[Tensor], Any]:
     """Return a function that puts hidden states into a tuple or ModelOutput like `output`; its other fields: None."""
     if isinstance(output, tuple):
         rest = (None,) * (len(output) - 1)
@@ -122,20 +122,20 @@ class _EmptyTensors(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.numel() == 0:
             storage = out.untyped_storage()
-            if all(storage is not other.untyped_storage() for other in self.made):
+            if all(storage is not tensor.untyped_storage() for tensor in self.made):
                 self.made.append(out)
         return out
 
 
 def _leaves(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the parameters with `requires_grad` that `tensor` was computed from, found in its autograd graph."""
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     nodes, seen = [tensor.grad_fn], set[Any]()
     while nodes:
         if (node := nodes.pop()) is None or node in seen:
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
-            found[id(leaf)] = leaf
+            leaves[id(leaf)] = leaf
         nodes += [following for following, _ in node.next_functions]
-    return tuple(found.values())
+    return tuple(leaves.values())

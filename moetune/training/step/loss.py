@@ -139,13 +139,13 @@ class _CrossEntropy(torch.autograd.Function):
             gradient_nV = logits_nV.detach()
             del logits_nV
             losses.append(_loss_of_chunk(gradient_nV, targets_N[rows], chunks, fraction))
-            found = torch.autograd.grad(edge, [hidden_nH, *wanted] if needs_hidden else wanted, gradient_nV)
+            of_chunk = torch.autograd.grad(edge, [hidden_nH, *wanted] if needs_hidden else wanted, gradient_nV)
             _let_go_of_gradients(fraction)
             del edge, gradient_nV, hidden_nH
             if gradient_NH is not None:
-                gradient_NH[rows], found = found[0], found[1:]
-            gradients = _added(gradients, found, alone=chunks.size >= chunks.tokens)
-            del found
+                gradient_NH[rows], of_chunk = of_chunk[0], of_chunk[1:]
+            gradients = _added(gradients, of_chunk, alone=chunks.size >= chunks.tokens)
+            del of_chunk
         gradients = [gradient.to(parameter.dtype) for gradient, parameter in zip(gradients, trained, strict=True)]
         ctx.save_for_backward(exponent)
         ctx.made = [gradient_NH, *_each_in_its_own_memory(gradients)]  # not inputs or outputs: no save_for_backward
@@ -155,11 +155,11 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (exponent,) = ctx.saved_tensors
-        made, ctx.made = ctx.made, None
-        if made is None:
+        gradients, ctx.made = ctx.made, None
+        if gradients is None:
             raise RuntimeError("backward of this loss has run already, and its gradients were freed")
         factor = torch.ldexp(gradient, -exponent)
-        return None, None, None, None, *(None if one is None else one.mul_(factor) for one in made)
+        return None, None, None, None, *(None if grad is None else grad.mul_(factor) for grad in gradients)
 
 
 def _let_go_of_gradients(scalar: Tensor) -> None:
@@ -183,20 +183,20 @@ def _each_in_its_own_memory(gradients: Sequence[Tensor]) -> list[Tensor]:
     bases: list[Tensor] = []
     for gradient in gradients:
         base = gradient if gradient._base is None else gradient._base
-        is_shared = 0 in gradient.stride() or any(base is other for other in bases)
+        is_shared = 0 in gradient.stride() or any(base is known for known in bases)
         bases.append(base)
         own.append(gradient.clone(memory_format=torch.contiguous_format) if is_shared else gradient.detach())
     return own
 
 
-def _added(sums: list[Tensor], more: Sequence[Tensor], *, alone: bool) -> list[Tensor]:
-    """Add the gradients of a chunk, `more`, to `sums` in place, and return the sums; at the first chunk they are empty.
+def _added(sums: list[Tensor], new: Sequence[Tensor], *, alone: bool) -> list[Tensor]:
+    """Add the gradients of a chunk, `new`, to `sums` in place, and return the sums; at the first chunk they are empty.
 
-    They are in float32, to be rounded once. If there is only one chunk (`alone`), `more` is returned as it is.
+    They are in float32, to be rounded once. If there is only one chunk (`alone`), `new` is returned as it is.
     """
     if not sums:
-        return list(more) if alone else [gradient.float() for gradient in more]
-    return [total.add_(gradient) for total, gradient in zip(sums, more, strict=True)]
+        return list(new) if alone else [gradient.float() for gradient in new]
+    return [total.add_(gradient) for total, gradient in zip(sums, new, strict=True)]
 
 
 def _loss_of_chunk(logits_nV: Tensor, targets_n: Tensor, chunks: Chunks, divisor: Tensor | None = None) -> Tensor:

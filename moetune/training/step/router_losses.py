@@ -112,7 +112,7 @@ class RouterWatch:
                 f"train.router_aux_loss / router_z_loss: the router of layer {silent[0]} "
                 f"({self.layers[silent[0]].router}) returns no logits; set both to 0 for this model"
             )
-        found: dict[int, Tensor] = {}
+        by_layer: dict[int, Tensor] = {}
         for index, logits_TE in routed.logits.items():
             logits_TE = logits_TE.reshape(-1, logits_TE.shape[-1]).float()
             mask = routed.mask
@@ -120,8 +120,8 @@ class RouterWatch:
             count = weight_T.sum().clamp(min=1)
             weight_T, f_E = weight_T / count, routed.load[index] / count
             z = weight_T @ logits_TE.logsumexp(-1).square()
-            found[index] = torch.cat([f_E, weight_T @ logits_TE.softmax(-1), z[None]])
-        return found
+            by_layer[index] = torch.cat([f_E, weight_T @ logits_TE.softmax(-1), z[None]])
+        return by_layer
 
 
 def losses_of(statistics: Mapping[int, Tensor], *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
@@ -141,9 +141,9 @@ def losses_of(statistics: Mapping[int, Tensor], *, per_layer: bool = False) -> t
     return torch.stack(balance).mean(), torch.stack([of_layer[-1] for of_layer in statistics.values()]).mean()
 
 
-def add_load(sums: dict[int, Tensor], more: Mapping[int, Tensor]) -> None:
-    """Add the expert load `more`, layer index -> tokens [E], to `sums` in place; new layers get a copy."""
-    for layer, tensor in more.items():
+def add_load(sums: dict[int, Tensor], load: Mapping[int, Tensor]) -> None:
+    """Add the expert load `load`, layer index -> tokens [E], to `sums` in place; new layers get a copy."""
+    for layer, tensor in load.items():
         sums[layer] = sums[layer] + tensor if layer in sums else tensor.clone()
 
 

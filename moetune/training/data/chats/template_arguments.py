@@ -55,7 +55,7 @@ def reads(template: str) -> TemplateReads:
             parameters = {parameter.name for parameter in macro.args}
             inside |= {id(name) for name in macro.find_all(nodes.Name) if name.name in parameters}
         names = [name for name in tree.find_all(nodes.Name) if id(name) not in inside]
-        read, assigned = ({name.name for name in names if name.ctx == how} - own for how in ("load", "store"))
+        read, assigned = ({name.name for name in names if name.ctx == usage} - own for usage in ("load", "store"))
         # A name that the template also assigns is an argument only if the template asks whether it was given.
         asks = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
         asks += [given.node for given in tree.find_all(nodes.Filter) if given.name in ("default", "d") and given.node]
