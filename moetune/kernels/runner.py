@@ -1,4 +1,4 @@
-"""`Runner`: runs functions and loops that allocate alike if shapes are alike, so that a trace need not run each."""
+"""`Runner`: functions and loops that allocate alike for like shapes, which a trace need not run each time."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
