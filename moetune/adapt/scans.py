@@ -5,7 +5,7 @@ transformers computes it in torch, chunk by chunk, and autograd keeps every inte
 what goes in. Here a scan keeps its inputs alone and is computed once more in backward.
 
 A scan allocates the same storages in the same order whenever its inputs have the same shapes. So a trace need not run
-each: it takes the place of `Runner.run`.
+each: it takes the place of `runner.run`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moetune.adapt.documents import modules_with_state
 from moetune.compat.transformers import scans_of
-from moetune.kernels.runner import Outputs, Runner
+from moetune.kernels.runner import Outputs, runner
 from moetune.models.stack import decoder_layers
 
 
@@ -84,7 +84,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         context.function, context.key = function, key
         context.save_for_backward(*tensors)
-        return tuple(Runner.run((key, "forward"), function, tensors))
+        return tuple(runner.run((key, "forward"), function, tensors))
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -106,7 +106,7 @@ class _Recomputed(torch.autograd.Function):
                 allow_unused=True,
             )
 
-        computed = Runner.run(
+        computed = runner.run(
             (context.key, "backward", needed, given),
             differentiated,
             [*tensors, *(gradient for gradient in gradients if gradient is not None)],

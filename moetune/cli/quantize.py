@@ -119,7 +119,7 @@ def _left_by(file: str, storage: str) -> int:
     if report.gpu is None:
         raise UserError(f"--budget: {file!r} names no GPU; set hardware.gpu there, or give a size")
     if report.least_headroom <= 0:
-        raise DoesNotFit(f"--budget: {file!r} leaves nothing of {report.gpu.name} free")
+        raise DoesNotFit(f"--budget: {file!r} leaves nothing of {report.gpu.name} free", report.to_json())
     return report.least_headroom
 
 

@@ -14,7 +14,7 @@ from moetune.config.schema import Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
 from moetune.formats.rounding import Rounding
 from moetune.formats.table import format_of
-from moetune.kernels.runner import Runner
+from moetune.kernels.runner import runner
 
 
 class QuantizedExperts(HostModule):
@@ -135,7 +135,7 @@ class QuantizedExperts(HostModule):
 
         count = which.stop - which.start
         return rounding.rounded(
-            map(exact, Runner.each(count, stored["data"])), count, dtype, pieces=self.pieces, stored=stored
+            map(exact, runner.each(count, stored["data"])), count, dtype, pieces=self.pieces, stored=stored
         )
 
     def _rows(self, which: slice) -> Mapping[str, Tensor]:

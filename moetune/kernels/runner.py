@@ -1,7 +1,8 @@
-"""`Runner`: functions and loops that allocate alike for like shapes, which a trace need not run each time."""
+"""`runner`: functions and loops that allocate alike for like shapes, which a trace need not run each time."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import Tensor
@@ -15,19 +16,24 @@ Each: TypeAlias = Callable[[int, Tensor], Iterable[int]]
 allocates the same storages."""
 
 
+@dataclass
 class Runner:
-    """How such functions and loops run: each, unless `running_by` replaces `run` and `each`."""
+    """How such functions and loops run."""
 
-    run: Run = staticmethod(lambda key, function, tensors: function(tensors))
-    each: Each = staticmethod(lambda count, tensor: range(count))
+    run: Run
+    each: Each
+
+
+runner = Runner(run=lambda key, function, tensors: function(tensors), each=lambda count, tensor: range(count))
+"""Runs each, unless `running_by` replaces `run` and `each`."""
 
 
 @contextmanager
 def running_by(run: Run, each: Each) -> Iterator[None]:
     """Let `run` call the functions within the `with` block, and `each` say which numbers of a loop run."""
-    before = Runner.run, Runner.each
-    Runner.run, Runner.each = staticmethod(run), staticmethod(each)
+    before = runner.run, runner.each
+    runner.run, runner.each = run, each
     try:
         yield
     finally:
-        Runner.run, Runner.each = map(staticmethod, before)
+        runner.run, runner.each = before

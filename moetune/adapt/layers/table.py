@@ -21,7 +21,7 @@ class HostTable(HostModule, nn.Embedding):
         """Return the table, for a model on `device`; allocate it uninitialized, in `dtype`, if it is on the meta
         device. Raises `UserError` if the system cannot pin as many bytes."""
         if self.weight.is_meta:
-            self.weight = empty_on_host(self.weight.shape, dtype or self.weight.dtype, device)  # type: ignore[assignment]
+            self.weight = empty_on_host(self.weight.shape, dtype or self.weight.dtype, device)
         return self.weight
 
     @torch.no_grad()
@@ -34,7 +34,7 @@ class HostTable(HostModule, nn.Embedding):
         return found.copy_(rows.view(found.shape), non_blocking=True)
 
 
-def keep_on_host(embedding: nn.Module) -> None:
+def keep_on_host(embedding: nn.Embedding) -> None:
     """Make a `HostTable` of an `nn.Embedding` on the meta device, in place.
 
     A subclass keeps its own forward pass, which must call `super().forward`, and its other tensors, on the device.

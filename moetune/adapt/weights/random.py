@@ -62,8 +62,10 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             if tensor.is_meta:
-                is_table = isinstance(module, HostTable) and name == "weight"
-                real = module.allocate(device) if is_table else torch.empty_like(tensor, device=device)
+                if isinstance(module, HostTable) and name == "weight":
+                    real = module.allocate(device)
+                else:
+                    real = torch.empty_like(tensor, device=device)
                 fresh[name] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
                 setattr(module, name, fresh[name])
         floats = {name: tensor for name, tensor in fresh.items() if tensor.is_floating_point()}

@@ -219,8 +219,9 @@ class LoadTarget:
         """
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
-        is_table = isinstance(module, HostTable) and last == "weight"
-        current = module.allocate(self.device, self._kept_dtypes.get(name)) if is_table else getattr(module, last)
+        if isinstance(module, HostTable) and last == "weight":
+            module.allocate(self.device, self._kept_dtypes.get(name))
+        current = getattr(module, last)
         if current.shape != tensor.shape:
             raise RuntimeError(f"{name} is {[*tensor.shape]}, not {[*current.shape]}")
         if stays_on_host(current):

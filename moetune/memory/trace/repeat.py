@@ -257,7 +257,7 @@ def all_turns(log: Log, like: Sequence[int]) -> Log:
     For each micro-batch of the step, `like` is the number of the one that ran that stands for it.
     """
     events = Events.of(log, range(max(like) + 1), like, turns=True)
-    at, end, count = events.at.tolist(), len(events.signs), Counter[int | None]({OUTSIDE: 1, None: 1, **Counter(like)})
+    at, end, count = events.at.tolist(), len(events.signs), Counter[int | None]((OUTSIDE, None, *like))
     first = {block: storage for storage, block in reversed([*enumerate(events.like.tolist())])}
     lifetimes = zip(events.like.tolist(), events.born.tolist(), events.died.tolist(), strict=True)
 

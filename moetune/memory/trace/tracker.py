@@ -276,10 +276,9 @@ class Tracker(TorchDispatchMode):
 
     def _add_work(self, segment: Segment, at: int, inputs: Sequence[int | None], times: int = 1) -> None:
         """Record the work of a segment whose first entry is `log.entries[at]`, and that is done so many times."""
-        of_all = {"at": at, "step": self.step, "micro_step": self.turn}
         for one in segment.done:
             block = None if one.block is None else inputs[one.block]
-            self.log.done.append(one._replace(block=block, times=one.times * times, **of_all))
+            self.log.done.append(Done(at, self.step, self.turn, one.part, one.work, block, one.times * times))
 
     def _written(self, segment: Segment, inputs: Sequence[int | None]) -> Outputs:
         """Write a segment at the end of the log, for inputs with these blocks; return its outputs."""
