@@ -303,7 +303,7 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
     if run.config.model.experts_on == "host":
         yield "model.experts_on: host fetches a layer ahead, and stages change direction; set gpu, or parallel.pp: 1"
     if any("host" in kept for kept in run.keeps.values()):
-        yield "train.checkpointing: offload brings inputs back in one order, and stages have several; set full"
+        yield "train.checkpointing: inputs on the host come back in one order, and stages have several; set full"
     if train.dense_router_gradient:
         yield "train.dense_router_gradient: it is not tested over the stages of a pipeline; leave it out, or set pp: 1"
     if run.structure.num_layers != len(every_layer(run.model.plain)):

@@ -345,7 +345,16 @@ def test_micro_batches_in_flight_and_the_bubble() -> None:
             {"train": {"accumulate": 5}},
             r"5 micro-batches do not divide into 2",
         ),
-        ({"pp": 2}, {"train": {"checkpointing": "offload"}}, r"checkpointing: offload brings inputs back in one order"),
+        (
+            {"pp": 2},
+            {"train": {"checkpointing": "offload"}},
+            r"checkpointing: inputs on the host come back in one order",
+        ),
+        (
+            {"pp": 2},
+            {"train": {"checkpointing": {"host": 0}}},
+            r"checkpointing: inputs on the host come back in one order",
+        ),
         ({"pp": 2}, {"model": {"experts_on": "host", "base": "nf4"}}, r"experts_on: host fetches a layer ahead"),
         (
             {"pp": 2, "schedule": "gpipe"},
