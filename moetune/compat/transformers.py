@@ -128,6 +128,11 @@ def supports_attention(model_class: type[PreTrainedModel], attention: str) -> bo
     return bool(model_class._supports_sdpa) if attention == "sdpa" else True
 
 
+# Kimi Linear, MiniMax-M2 and some more would round it as they load in 16 bits, and choose other experts
+# (findings/transformers_correction_bias_rounded.sh).
+PreTrainedModel._keep_in_fp32_modules_strict = ["e_score_correction_bias"]
+
+
 def dtypes_kept(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the parameters and buffers that transformers loads in another dtype than `dtype`, as name -> dtype."""
     if not (plan := model._get_dtype_plan(dtype)):

@@ -60,6 +60,13 @@ def write_json(report: dict[str, Any], file: Path) -> None:
     file.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def rows_of(file: Path | None, *key: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The cases that a JSON file has, by the values of these keys; none where there is no file."""
+    if file is None or not file.exists():
+        return {}
+    return {tuple(row[name] for name in key): row for row in json.loads(file.read_text(encoding="utf-8"))["cases"]}
+
+
 def write_table(lines: Iterable[str], page: Path) -> None:
     """Writes a page's table anew, where there is that page."""
     if not page.exists():

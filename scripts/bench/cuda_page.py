@@ -29,6 +29,9 @@ def main() -> None:
 
 def table(reports: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the page's table: of each device, between which errors the predictions lie."""
+    ran = [row for report in reports for row in report["cases"] if row.get("measured")]
+    inside, count, width = coverage(ran)
+    yield f"**In their range: {inside} of {count} runs** that have one, of {len(ran)}; its median width: {width}.\n"
     by_device: dict[str, list[dict[str, Any]]] = {}
     for report in reports:
         by_device.setdefault(heading(report), []).append(report)
@@ -48,9 +51,10 @@ def table(reports: list[dict[str, Any]]) -> Iterator[str]:
         ran = [row for row in rows if row.get("measured")]
         sizes = sorted(row["measured"]["allocated"] for row in ran)
         commits = ", ".join(sorted({short(row.get("predicted_by", row["commit"])) for row in rows}))
+        inside, count, width = coverage(ran)
         cells = (
             title, len(rows), f"{size(sizes[0], GiB)} to {size(sizes[-1], GiB)}", farthest("allocated", ran),
-            farthest("reserved", ran), *coverage(ran), sum(map(is_wrong, rows)), commits,
+            farthest("reserved", ran), f"{inside} of {count}", width, sum(map(is_wrong, rows)), commits,
         )  # fmt: skip
         yield f"| {' | '.join(map(str, cells))} |"
     used = reports[0]["versions"].items()
@@ -64,17 +68,16 @@ def farthest(kind: str, rows: list[dict[str, Any]]) -> str:
     return f"{off(*low)} to {off(*high)}"
 
 
-def coverage(rows: list[dict[str, Any]]) -> tuple[str, str]:
-    """How many runs needed between the low and the high end of what was predicted; the range's median width."""
+def coverage(rows: list[dict[str, Any]]) -> tuple[int, int, str]:
+    """How many runs needed between the low and the high end of what was predicted, of how many that have a range; its
+    median width."""
     ranges = [(row["predicted"], row["measured"]["allocated"]) for row in rows if "low" in row["predicted"]]
-    if not ranges:
-        return "–", "–"
-    inside = [
+    inside = sum(
         said["low"] <= max(allocated + said["process"] - said["reserved"], loading(said)) <= said["high"]
         for said, allocated in ranges
-    ]
+    )
     width = median(100 * (said["high"] - said["low"]) / said["process"] for said, _ in ranges)
-    return f"{sum(inside)} of {len(inside)}", f"{width:.1f} %"
+    return inside, len(ranges), f"{width:.1f} %"
 
 
 def loading(predicted: dict[str, int]) -> int:

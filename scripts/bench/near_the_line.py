@@ -1,6 +1,8 @@
 """Runs that just fit a card, or just do not: what `predict` says of each, beside whether it ran.
 
     python scripts/bench/near_the_line.py --recipes --drawn 40 --json docs/benchmarks/near_the_line.json
+    python scripts/bench/near_the_line.py --drawn 60 --models mixtral-8x7b --routing scripts/bench/expert_load.json \\
+        --json docs/benchmarks/near_the_line.json
 
 For a run file and a card the largest micro-batches are found for which the prediction says `yes`, and at least
 `tight`; they are traced and run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers,
@@ -11,7 +13,8 @@ Each case has a process of its own, which may have so much of the card as `--car
 included. Where there is no card (tests/nullcuda) the predicted context is taken off. `--routing FILE` predicts with
 recorded loads of experts and, where there is no card, replays them, layer by layer. A `false yes` was predicted to fit
 with room, and ran out of memory; a `false no` ran; `below low` needed less than the low end of its range. The exit code
-is 1 if there is any of them but a false no.
+is 1 if there is any of them but a false no. A JSON file that is there keeps its other cases, and those that it has from
+this commit are not run again.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from _common import commit, spread, versions, write_json, write_table
+from _common import commit, rows_of, spread, versions, write_json, write_table
 from predict_vs_measured import GiB, answering, catalog_run, claim, nullcuda, recipe
 from pydantic import ValidationError
 
@@ -48,6 +51,8 @@ from moetune.run.resolve import resolve
 RECIPES = ("mixtral-8x7b-router", "mixtral-8x7b-experts", "mixtral-8x7b-lora")
 CARDS = ("24GiB", "44GiB")
 MODELS = ("mixtral-8x7b", "olmoe-1b-7b", "granite-3.1-3b-a800m", "deepseek-v2-lite", "qwen1.5-moe-a2.7b", "llama-3-8b")
+KEY = ("case", "card", "rows", "routing")
+"""What tells cases apart in a JSON file."""
 MOST = 256
 """Rows of a micro-batch, at most."""
 
@@ -143,10 +148,10 @@ def cases(
             yield f"drawn {made}: {config.model.path}", config, card, rows + more
 
 
-def recorded(file: Path) -> Iterator[tuple[str, RunConfig, str, int]]:
-    """What `cases` gave when the file was written."""
+def recorded(file: Path) -> Iterator[tuple[str, RunConfig, str, int, str | None]]:
+    """What `cases` gave when the file was written, and the recorded loads."""
     for row in json.loads(file.read_text(encoding="utf-8"))["cases"]:
-        yield row["case"], RunConfig.model_validate(row["run"]), row["card"], row["rows"]
+        yield row["case"], RunConfig.model_validate(row["run"]), row["card"], row["rows"], row["routing"]
 
 
 def judge(name: str, config: RunConfig, card: str, rows: int, routing: str | None = None) -> dict[str, Any]:
@@ -165,6 +170,7 @@ def judge(name: str, config: RunConfig, card: str, rows: int, routing: str | Non
         "card": card,
         "run": config.model_dump(mode="json", exclude_unset=True),
         "rows": rows,
+        "routing": routing,
         "required": report.required,
         "range": report.span.to_json(),
         "outside": report.fullest.outside_allocator,
@@ -224,31 +230,33 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the page's table: by verdict, what happened."""
-    yield "| verdict | runs | ran | out of memory | required, of the card: least, median, most |"
-    yield "|---|---:|---:|---:|---:|"
-    for verdict in ("yes", "tight", "no"):
-        rows = [row for row in report["cases"] if row["verdict"] == verdict]
-        if rows:
-            ran = sum(row["ran"] for row in rows)
-            shares = spread((100 * row["required"] / row["usable"] for row in rows), "{:.1f} %")
-            yield f"| {verdict} | {len(rows)} | {ran} | {len(rows) - ran} | {shares} |"
-    yield from coverage([row for row in report["cases"] if "range" in row])
+    """Yield the lines of the page's table: how many runs lie in their range, and by verdict, what happened."""
+    if ranges := [row for row in report["cases"] if "range" in row]:
+        yield f"{coverage(ranges)}\n"
+    yield "| experts' loads | verdict | runs | ran | out of memory | required, of the card: least, median, most |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for loads, verdict in product(("balanced", "recorded"), ("yes", "tight", "no")):
+        is_recorded = loads == "recorded"
+        cases = [row for row in report["cases"] if row["verdict"] == verdict and bool(row["routing"]) == is_recorded]
+        if cases:
+            ran = sum(row["ran"] for row in cases)
+            shares = spread((100 * row["required"] / row["usable"] for row in cases), "{:.1f} %")
+            yield f"| {loads} | {verdict} | {len(cases)} | {ran} | {len(cases) - ran} | {shares} |"
     made = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"\nCommits {', '.join(sorted({str(row['commit'])[:12] for row in report['cases']}))}; {made}."
 
 
-def coverage(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield how many runs lie in their range, and how wide it is. One that ran out of memory needs more than the card
-    has: that lies in its range if the high end does not fit."""
-    if not rows:
-        return
+def coverage(rows: Sequence[dict[str, Any]]) -> str:
+    """How many runs lie in their range, and how wide it is. One that ran out of memory needs more than the card has:
+    that lies in its range if the high end does not fit."""
     ran = [row for row in rows if row["ran"]]
-    inside = [row["range"]["low"] <= took(row) <= row["range"]["high"] for row in ran]
-    beyond = [row["range"]["high"] > row["usable"] for row in rows if not row["ran"]]
-    width = spread((100 * (row["range"]["high"] - row["range"]["low"]) / row["required"] for row in rows), "{:.1f} %")
-    yield f"\nIn their range: {sum(inside)} of {len(inside)} that ran, {sum(beyond)} of {len(beyond)} that did not."
-    yield f"Width of the range, of what is required: {width}."
+    inside = sum(row["range"]["low"] <= took(row) <= row["range"]["high"] for row in ran)
+    beyond = sum(row["range"]["high"] > row["usable"] for row in rows if not row["ran"])
+    widths = [100 * (row["range"]["high"] - row["range"]["low"]) / row["required"] for row in rows]
+    return (
+        f"**In their range: {inside} of {len(ran)} that ran, {beyond} of {len(rows) - len(ran)} that did not; "
+        f"its width, of what is required: {spread(widths, '{:.1f} %')}** (least, median, most)."
+    )
 
 
 def main() -> None:
@@ -278,16 +286,22 @@ def main() -> None:
         "models": options.models,
         "cases": [],
     }
+    written = rows_of(options.json, *KEY)
 
     def results() -> Iterator[dict[str, Any]]:
         models = options.models.split(",")
         some = cases(options.recipes, options.drawn, cards, models, options.seed, options.routing)
-        for case in some if options.again is None else recorded(options.again):
-            report["cases"].append(judge(*case, options.routing))
+        given = ((*case, options.routing) for case in some) if options.again is None else recorded(options.again)
+        for case in given:
+            name, _, card, rows, routing = case
+            key = name, card, rows, routing
+            if key not in written or written[key]["commit"] != report["commit"]:
+                written[key] = judge(*case)
+            report["cases"] = [*written.values()]
             if options.json is not None:
                 write_json(report, options.json)
                 write_table(table(report), options.json.with_suffix(".md"))
-            yield report["cases"][-1]
+            yield written[key]
 
     for row in results():
         print(line(row), flush=True)

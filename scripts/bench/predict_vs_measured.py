@@ -17,7 +17,8 @@ that one received in a micro-batch, as a multiple of the mean.
 what the allocator may reserve. `allocated` and `reserved` are torch's peaks, `process` is what the driver says is in
 use on the card at the end; the card must be free of other processes. They are predicted by a trace with the fullest
 routing of the real steps. Whether a case fits is predicted with balanced routing, as before a run; one that was
-predicted to fit and ran out of memory makes the exit code 1.
+predicted to fit and ran out of memory makes the exit code 1. A JSON file that is there keeps its other cases, and those
+that it has from this commit are not run again.
 
 **Commands** and TRL's trainers run on the null device alone (command_peaks.py), each in a process of its own.
 """
@@ -43,7 +44,7 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from _common import LORA_16, ROOT, MiB, commit, cpu_name, versions, write_json, write_table
+from _common import LORA_16, ROOT, MiB, commit, cpu_name, rows_of, versions, write_json, write_table
 
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
@@ -560,31 +561,39 @@ def cuda_table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         yield f"| {' | '.join([*cells, verdict(row)])} |"
 
 
-def run(device: str, names: list[str], cap: int | None) -> dict[str, Any]:
-    """Runs the cases, prints the table, and returns everything that the JSON holds."""
+def run(device: str, names: list[str], cap: int | None, file: Path | None = None) -> dict[str, Any]:
+    """Runs the cases, prints the table, and returns everything that the JSON holds, which is written after each."""
     on_cuda = device == "cuda"
-    rows: list[dict[str, Any]] = []
+    rows = rows_of(file if on_cuda else None, "case")
+    now = commit()
+
+    def report() -> dict[str, Any]:
+        cards = [row["device"] for row in rows.values() if "device" in row]
+        assert all(card["name"] == cards[0]["name"] for card in cards), f"{file}: cases of another card"
+        return {
+            "schema": 1,
+            "benchmark": "predict_vs_measured",
+            "versions": versions("moetune", "torch", "transformers", "peft", "bitsandbytes"),
+            "device": (cards or [None])[0] if on_cuda else {"name": cpu_name(), "threads": torch.get_num_threads()},
+            "commit": now,
+            "steps": CUDA_STEPS if on_cuda else CPU_STEPS,
+            "cap": cap,
+            "null_device": nullcuda.is_present(),
+            "cases": [*rows.values()],
+        }
 
     def results() -> Iterator[dict[str, Any]]:
         for name in names:
-            row = in_own_process(name, cap) if on_cuda else run_on_cpu(CPU_CASES[name])
-            rows.append(row | {"commit": commit()})
-            yield rows[-1]
+            if (name,) not in rows or rows[name,]["commit"] != now:
+                row = in_own_process(name, cap) if on_cuda else run_on_cpu(CPU_CASES[name])
+                rows[name,] = row | {"commit": now}
+                if file is not None:
+                    write_json(report(), file)
+            yield rows[name,]
 
     for line in (cuda_table if on_cuda else cpu_table)(results()):
         print(line, flush=True)
-    cards = [row["device"] for row in rows if "device" in row]
-    return {
-        "schema": 1,
-        "benchmark": "predict_vs_measured",
-        "versions": versions("moetune", "torch", "transformers", "peft", "bitsandbytes"),
-        "device": (cards or [None])[0] if on_cuda else {"name": cpu_name(), "threads": torch.get_num_threads()},
-        "commit": commit(),
-        "steps": CUDA_STEPS if on_cuda else CPU_STEPS,
-        "cap": cap,
-        "null_device": nullcuda.is_present(),
-        "cases": rows,
-    }
+    return report()
 
 
 def parse() -> argparse.Namespace:
@@ -632,9 +641,7 @@ def main() -> None:
     if options.device == "cuda" and options.json_line:
         print(json.dumps(run_on_cuda(options.cases[0], options.cap)))
         return
-    report = run(options.device, options.cases, options.cap)
-    if options.json is not None:
-        write_json(report, options.json)
+    report = run(options.device, options.cases, options.cap, options.json)
     if options.device == "cuda" and any(map(is_wrong, report["cases"])):
         sys.exit(1)
 

@@ -64,8 +64,10 @@ def test_models_with_sinks_need_attention_that_knows_of_them() -> None:
         assert not supports_attention(type(toy_model("gpt_oss")), attention)
 
 
-def test_a_models_authors_keep_some_parameters_in_float32() -> None:
-    model = toy_model("deepseek_v3")
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_linear", "laguna", "minimax_m2"])
+def test_correction_biases_stay_in_float32(model_type: str) -> None:
+    """Of DeepSeek-V3 by transformers, of the others by us."""
+    model = toy_model(model_type)
     kept = dtypes_kept(model, torch.bfloat16)
     assert {name.rpartition(".")[2] for name in kept} == {"e_score_correction_bias"}
     assert set(kept.values()) == {torch.float32}
