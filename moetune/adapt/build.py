@@ -156,7 +156,7 @@ def build(
     model = copy.deepcopy(run.model.plain)
     set_attention(model.config, attention_for(config, run.model.plain, device, capability))
     for path in run.tables_on_host:
-        keep_on_host(model.get_submodule(path))
+        keep_on_host(cast(nn.Embedding, model.get_submodule(path)))
     dense = DenseWeights(run.router_scores) if config.train.dense_router_gradient else None
     context = replace(_context(run, ranks, device, dense), capability=capability)
 

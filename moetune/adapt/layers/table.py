@@ -1,5 +1,7 @@
 """Embedding tables in host memory (`model.embeddings_on: host`): rows are looked up there and copied to the device."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +23,7 @@ class HostTable(HostModule, nn.Embedding):
         """Return the table, for a model on `device`; allocate it uninitialized, in `dtype`, if it is on the meta
         device. Raises `UserError` if the system cannot pin as many bytes."""
         if self.weight.is_meta:
-            self.weight = empty_on_host(self.weight.shape, dtype or self.weight.dtype, device)  # type: ignore[assignment]
+            self.weight = empty_on_host(self.weight.shape, dtype or self.weight.dtype, device)
         return self.weight
 
     @torch.no_grad()
@@ -34,12 +36,13 @@ class HostTable(HostModule, nn.Embedding):
         return found.copy_(rows.view(found.shape), non_blocking=True)
 
 
-def keep_on_host(embedding: nn.Module) -> None:
+def keep_on_host(embedding: nn.Embedding) -> None:
     """Make a `HostTable` of an `nn.Embedding` on the meta device, in place.
 
     A subclass keeps its own forward pass, which must call `super().forward`, and its other tensors, on the device.
     """
-    kind, table = type(embedding), embedding.weight
+    kind, table = type(embedding), embedding.weight.detach()
     del embedding.weight
-    embedding.register_buffer("weight", table.detach())
-    embedding.__class__ = HostTable if kind is nn.Embedding else type(kind.__name__, (kind, HostTable), {})
+    embedding.register_buffer("weight", table)
+    made: Any = HostTable if kind is nn.Embedding else type(kind.__name__, (kind, HostTable), {})
+    embedding.__class__ = made

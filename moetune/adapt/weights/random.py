@@ -62,8 +62,10 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             if tensor.is_meta:
-                is_table = isinstance(module, HostTable) and name == "weight"
-                made = module.allocate(device) if is_table else torch.empty_like(tensor, device=device)
+                if isinstance(module, HostTable) and name == "weight":
+                    made = module.allocate(device)
+                else:
+                    made = torch.empty_like(tensor, device=device)
                 fresh[name] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
                 setattr(module, name, fresh[name])
         floats = {name: tensor for name, tensor in fresh.items() if tensor.is_floating_point()}

@@ -219,8 +219,9 @@ class LoadTarget:
         """
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
-        is_table = isinstance(module, HostTable) and last == "weight"
-        there = module.allocate(self.device, self._kept_dtypes.get(name)) if is_table else getattr(module, last)
+        there = getattr(module, last)
+        if isinstance(module, HostTable) and last == "weight":
+            there = module.allocate(self.device, self._kept_dtypes.get(name))
         if there.shape != tensor.shape:
             raise RuntimeError(f"{name} is {[*tensor.shape]}, not {[*there.shape]}")
         if stays_on_host(there):
@@ -232,7 +233,7 @@ class LoadTarget:
             setattr(module, last, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
         self._note(tensor.numel())
 
-    def put_table(self, path: str, stored: Stored | Quantized) -> bool:
+    def put_table(self, path: str, stored: Stored) -> bool:
         """Read an embedding that stays in host memory from a checkpoint, block by block; return whether it does."""
         if not isinstance(module := self.model.get_submodule(path), HostTable):
             return False
