@@ -1,5 +1,7 @@
 """Embedding tables in host memory (`model.embeddings_on: host`): rows are looked up there and copied to the device."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -39,7 +41,8 @@ def keep_on_host(embedding: nn.Embedding) -> None:
 
     A subclass keeps its own forward pass, which must call `super().forward`, and its other tensors, on the device.
     """
-    kind, table = type(embedding), embedding.weight
+    kind, table = type(embedding), embedding.weight.detach()
     del embedding.weight
-    embedding.register_buffer("weight", table.detach())
-    embedding.__class__ = HostTable if kind is nn.Embedding else type(kind.__name__, (kind, HostTable), {})
+    embedding.register_buffer("weight", table)
+    made: Any = HostTable if kind is nn.Embedding else type(kind.__name__, (kind, HostTable), {})
+    embedding.__class__ = made
