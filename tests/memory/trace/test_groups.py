@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moetune.memory.allocator import simulate
 from moetune.memory.time.work import Work
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.log import Log
@@ -69,3 +70,23 @@ def test_the_log_is_that_of_all_groups(case: str, memory: str, tmp_path: Path, m
     assert (one.cuts, one.marks, one.sent) == (other.cuts, other.marks, other.sent)
     assert work_of(one) == work_of(other)
     assert written[True] > 0
+
+
+@pytest.mark.parametrize("into", ["nvfp4", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp8", "int4"))])
+def test_rounding_of_experts_that_is_run_twice(into: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts' matrices are rounded alike, so two of them tell what all take and compute."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3}
+    model = write_toy(tmp_path, "mixtral", experts=6, **sizes)
+    monkeypatch.setattr("moetune.experts.bank.most_together", lambda *_: 6)
+    train = {"merge_into": into, "accumulate": 2}
+    config = toy_run(model, "mixtral", LORA, train=train, model={"base": "bf16"})
+    twice = trace(config, gpu=CARD)
+    monkeypatch.setattr(Tracker, "_each", lambda tracker, count, tensor: range(count))
+    each = trace(config, gpu=CARD)
+    assert len(twice.log.entries) < 0.7 * len(each.log.entries)
+    assert twice.parts() == each.parts()
+    assert twice.host_peak == each.host_peak
+    assert twice.work.keys() == each.work.keys()
+    for part, work in each.work.items():
+        assert vars(twice.work[part]) == pytest.approx(vars(work), rel=1e-12), part
+    assert simulate(twice.allocations(), expandable=True) == simulate(each.allocations(), expandable=True)
