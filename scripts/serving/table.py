@@ -33,6 +33,8 @@ CHECKED_AS = {"vllm": "vllm", "llama": "llama.cpp"}
 """Program -> its name for `moetune adapter check --for`."""
 READ = {"vllm": ("int4", "awq"), "llama": ("int4", "gptq", "fp8", "nvfp4", "mxfp4"), "mlx": ("mxfp4",)}
 """Program -> the formats of checkpoints that it reads on a CPU; another one must be refused."""
+AVX512 = "cpu_gemm_wna16"
+"""vLLM's kernel of INT4, which its build for CPUs without AVX-512 lacks; then it says so and gives no answer."""
 KNOWN: dict[tuple[str, str, str], str] = {
     ("mlx", "gpt_oss", "merged"): "it does not take the names of these experts",
     **dict.fromkeys(
@@ -110,6 +112,7 @@ def problems(entries: list[dict[str, Any]]) -> list[str]:
         else:
             is_wrong = is_right != expected or entry["effect"] < 100 * RIGHT
         is_wrong &= (entry["program"], entry["type"], entry["export"]) not in KNOWN
+        is_wrong &= AVX512 not in entry.get("refused", "")
         if is_wrong:
             lines.append(
                 f"{said}: {entry.get('refused', entry.get('difference'))}; check says {entry['check'] or 'yes'}"
@@ -168,17 +171,18 @@ has moved, are exported; each program reads the export and gives the log-probabi
 after every prefix of two prompts of 16 tokens. They are compared with those of transformers and PEFT, in float32 on a
 CPU. A cell has the largest difference over kinds of adapters, with the number of kinds: {kinds}.
 vLLM has the adapters of one base in one batch, with the base among them; of merged exports it reads the first kind.
-A fault is counted where the export without it is right.
 
 An adapter changes log-probabilities by {min(effects):.1f} to {max(effects):.1f}. Faults that were planted (experts in
-another order, gate in the place of up, no alpha) must make a cell fail. What of adapters is wrong or refused here,
-`moetune adapter check --for` refuses, or names the option with which it is read; otherwise the script fails.
+another order, gate in the place of up, no alpha) must make a cell fail where the export without them is right. What of
+adapters is wrong or refused here, `moetune adapter check --for` refuses, or names the option with which it is read;
+otherwise the script fails.
 
 {said}. {len(entries)} comparisons.
 
 """
     text += "\n".join(rows_of(plain, "model type")) + "\n"
     if formats:
+        lacks = any(AVX512 in entry.get("refused", "") for entry in formats)
         text += """
 ## Quantized
 
@@ -187,8 +191,8 @@ random bits), and an adapter that was trained on it, beside transformers and PEF
 vLLM computes these in bfloat16, with its emulation of experts in INT4, which a plugin of the script allows on a CPU;
 its other kernels for them need a GPU, or AMX, and that of GPTQ's linear layers is off on a CPU: with attention in 16
 bits the same checkpoint is right, within 0.07. llama.cpp rounds activations to 8 bits for NVFP4 and MXFP4.
-
 """
+        text += "This CPU lacks AVX-512, without which vLLM has no kernel of INT4 (int4, gptq, awq).\n" * lacks + "\n"
         text += "\n".join(rows_of(formats, "model type, format")) + "\n"
     return text + ("\n## Refused, in the programs' words\n\n" + "\n".join(reasons) + "\n" if reasons else "")
 
