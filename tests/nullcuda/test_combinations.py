@@ -85,7 +85,7 @@ def test_micro_batches_layer_by_layer_take_what_is_predicted(adapt: str, checkpo
 @pytest.mark.parametrize(("adapt", "experts_on"), [("router", "gpu"), ("lora", "host")])
 def test_tables_on_the_host_take_what_is_predicted(adapt: str, experts_on: str, toy_model: Path) -> None:
     model = {"embeddings_on": "host", "experts_on": experts_on}
-    config = runs.toy_run(toy_model, adapt, model=model, train={"accumulate": 2})
+    config = runs.toy_run(toy_model, adapt, model=model, train={"accumulate": 2, "layer_by_layer": False})
     assert resolve(config, "cuda").tables_on_host == ["model.embed_tokens"]
     compared = runs.compare(config)
     assert compared.off == 0, compared
