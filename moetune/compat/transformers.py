@@ -1,4 +1,4 @@
-"""transformers: private attributes, hooks for loading and checkpointing, facts from its source code."""
+"""transformers: private attributes, loading hooks, which layers carry a state or scan, facts from its source."""
 
 import copy
 import functools

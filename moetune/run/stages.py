@@ -1,4 +1,4 @@
-"""Stages of a pipeline: what each rank holds of the model. Where `auto` cuts is decided in planning/cut.py."""
+"""Stages of a pipeline: layers and micro-batches in flight of each rank; the bubble."""
 
 from collections.abc import Sequence
 from functools import cache
