@@ -157,11 +157,13 @@ def page(entries: list[dict[str, Any]], versions: dict[str, str]) -> str:
     """Return the page with the tables."""
     plain, formats = ([x for x in entries if ("-" in x["type"]) == of_format] for of_format in (False, True))
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    reasons = sorted({
-        f"- {PROGRAMS[x['program']]}, {x['type'].replace('-', ', ')}, {EXPORTS[x['export']]}: "
-        + " ".join(line.strip() for line in x["refused"].splitlines()[:3])[:200]
-        for x in entries if "refused" in x and x["fault"] is None
-    })  # fmt: skip
+    words = {
+        f"- {PROGRAMS[x['program']]}, {x['type'].replace('-', ', ')}, {EXPORTS[x['export']]}: ": x["refused"]
+        for x in reversed(entries) if "refused" in x and x["fault"] is None
+    }  # fmt: skip
+    reasons = sorted(
+        cell + " ".join(line.strip() for line in said.splitlines()[:3])[:200] for cell, said in words.items()
+    )
     kinds = ", ".join(dict.fromkeys(entry["kind"] for entry in plain))
     effects = [entry["effect"] for entry in plain] or [0]
     text = f"""# Exports as programs compute them
@@ -189,8 +191,7 @@ otherwise the script fails.
 A checkpoint in a format (int4 to mxfp4: what `export --format merged --into FORMAT` writes; GPTQ and AWQ: toys of
 random bits), and an adapter that was trained on it, beside transformers and PEFT on the dequantized values in float32.
 vLLM computes these in bfloat16, with its emulation of experts in INT4, which a plugin of the script allows on a CPU;
-its other kernels for them need a GPU, or AMX, and that of GPTQ's linear layers is off on a CPU: with attention in 16
-bits the same checkpoint is right, within 0.07. llama.cpp rounds activations to 8 bits for NVFP4 and MXFP4.
+its other kernels for them need a GPU, or AMX, and that of GPTQ's linear layers is off on a CPU. llama.cpp rounds activations to 8 bits for NVFP4 and MXFP4.
 """
         text += "This CPU lacks AVX-512, without which vLLM has no kernel of INT4 (int4, gptq, awq).\n" * lacks + "\n"
         text += "\n".join(rows_of(formats, "model type, format")) + "\n"
