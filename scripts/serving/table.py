@@ -191,7 +191,8 @@ otherwise the script fails.
 A checkpoint in a format (int4 to mxfp4: what `export --format merged --into FORMAT` writes; GPTQ and AWQ: toys of
 random bits), and an adapter that was trained on it, beside transformers and PEFT on the dequantized values in float32.
 vLLM computes these in bfloat16, with its emulation of experts in INT4, which a plugin of the script allows on a CPU;
-its other kernels for them need a GPU, or AMX, and that of GPTQ's linear layers is off on a CPU. llama.cpp rounds activations to 8 bits for NVFP4 and MXFP4.
+its other kernels for them need a GPU, or AMX, and that of GPTQ's linear layers is off on a CPU.
+llama.cpp rounds activations to 8 bits for NVFP4 and MXFP4.
 """
         text += "This CPU lacks AVX-512, without which vLLM has no kernel of INT4 (int4, gptq, awq).\n" * lacks + "\n"
         text += "\n".join(rows_of(formats, "model type, format")) + "\n"

@@ -33,7 +33,8 @@ from moetune.compat.torch import (
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_module_on_the_host_stays_there(stays):
     class Held(HostModule):
-        on_host = stays
+        def names_on_host(self):
+            return ("data",) if stays else ()
 
     model = torch.nn.Sequential(Held())
     model[0].register_buffer("data", torch.zeros(1))

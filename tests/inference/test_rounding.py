@@ -123,7 +123,7 @@ def test_a_budget_is_what_a_run_leaves_free(model: Path, data: Path, tmp_path: P
         RunConfig.model_validate(run | {"model": {"path": str(model), "base": answer["base"]}}), gpu="24GiB"
     )
     assert mixed.least_headroom >= 0
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | {"hardware": {"gpu": "600MiB"}}))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | {"hardware": {"gpu": "500MiB"}}))
     with pytest.raises(DoesNotFit, match=r"--budget: .*run\.yaml' leaves nothing of .* free"):
         _left_by(words[-1], "nf4")
 

@@ -127,7 +127,8 @@ class Owners:
     """
 
     def __init__(self, log: Log, kept: Sequence[int], *, turns: bool = False) -> None:
-        self.log, self.stretches = log, stretches_of_turns(log) if turns else stretches(log, kept)
+        self.log, self.are_turns = log, turns
+        self.stretches = stretches_of_turns(log) if turns else stretches(log, kept)
         self.stretch_at = np.repeat(np.arange(len(self.stretches)), [one.stop - one.start for one in self.stretches])
         layers = np.array([one.layer for one in self.stretches], dtype=np.int64)[self.stretch_at]
         self.born = layers[[block.born for block in log.blocks]]
@@ -195,7 +196,7 @@ class Events:
             first event after the start; `number` the layer's number in the log and `layer` that in the whole model,
             both -1 outside of layers.
         at: [entries + 1] for each entry of the log, and for its end, index of the first event that repeats it or what
-            comes after it.
+            comes after it; empty unless micro-batches take turns.
     """
 
     owners: Owners
@@ -341,16 +342,16 @@ class _Expansion:
         born[storages[births]], died[storages[~births]] = events[births], events[~births]
         like, layers = block[keep][births], layer[keep][births]
         signs = np.where(births, 1, -1)
-        at = np.searchsorted((turn * len(self.log.entries) + place)[keep], self._first_of_each())
+        at = np.arange(0)
+        if self.owners.are_turns:
+            at = np.searchsorted((turn * len(self.log.entries) + place)[keep], self._first_of_each())
         return Events(self.owners, self.kept, self.copies, like, layers, storages, signs, born, died, marks, at)
 
     def _first_of_each(self) -> np.ndarray:
         """Return [entries + 1] turn · entries + place of the first repetition of each entry of the log, and of its
         end."""
-        length, turns = (
-            len(self.log.entries),
-            {stretch.start: at for at, (stretch, _) in reversed([*enumerate(self.turns)])},
-        )
+        length = len(self.log.entries)
+        turns = {stretch.start: at for at, (stretch, _) in reversed([*enumerate(self.turns)])}
         first = np.array([turns[stretch.start] for stretch in self.owners.stretches], dtype=np.int64)
         return np.append(first[self.owners.stretch_at] * length + np.arange(length), len(self.turns) * length)
 

@@ -97,6 +97,7 @@ class Tracker(TorchDispatchMode):
         self.module = ""
         self.modules = modules
         self._stack: list[tuple[str, Phase]] = []
+        self._takes_turns = False
         self._paused: dict[int, tuple[list[tuple[str, Phase]], str]] = {}  # micro-batch -> stack and module
         self._alive: dict[int, int] = {}  # id of a storage -> number of its block
         self._knows_host = False  # whether any block is in host memory
@@ -406,13 +407,15 @@ class Tracker(TorchDispatchMode):
         return self.log.turns[-1].micro_batch if self.log.turns else self.micro_step
 
     def take_turn(self, micro_batch: int) -> None:
-        """Record that from now on this micro-batch computes, or with `OUTSIDE` none of several."""
-        if not self.log.turns or self.turn != micro_batch:
+        """Record that from now on this micro-batch computes, or with `OUTSIDE` none of several. Nothing is recorded
+        where micro-batches do not take turns (`turn_of`)."""
+        if self._takes_turns and (not self.log.turns or self.turn != micro_batch):
             self.log.turns.append(Turn(len(self.log.entries), micro_batch))
 
     @contextmanager
     def turn_of(self, micro_batch: int) -> Iterator[None]:
         """Record what runs within the `with` block as a micro-batch's, in the modules in which its last turn ended."""
+        self._takes_turns = True
         self._stack, module = self._paused.pop(micro_batch, ([], ""))
         self.take_turn(micro_batch)
         self.enter(self.phase, module)

@@ -80,10 +80,10 @@ def test_a_run_is_the_ordinary_run_to_its_export(model: Path, data: Path, tmp_pa
 
 
 def test_a_table_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the device: it takes the table less at its peak of loading, measured and predicted."""
+    """Past the device: what is predicted for a GPU, in bf16, is the table less at its peak of loading."""
     monkeypatch.setattr("moetune.tensor_files._BLOCK", 2**12)
     model = small.write_model(tmp_path / "model", tie_word_embeddings=False, vocab_size=4096)
-    peaks, predicted = list[int](), list[int]()
+    predicted = list[int]()
     for settings in ({}, HOST):
         config = small.run_config(model, tmp_path, tmp_path / "out", "lora", model=settings)
         with Tracker({}) as tracker:
@@ -91,10 +91,8 @@ def test_a_table_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.Monk
         assert torch.equal(table, load_file(model / "model.safetensors")["model.embed_tokens.weight"])
         load = trace(config).load
         assert load is not None
-        peaks.append(tracker.peak_bytes)
         predicted.append(load.gpu)
-    assert peaks[0] - peaks[1] == pytest.approx(table.nbytes, rel=0.05)
-    assert predicted[0] - predicted[1] == pytest.approx(table.nbytes, rel=0.05)
+    assert predicted[0] - predicted[1] == 2 * table.numel()
     on_host = [block.bytes for block in tracker.log.blocks if block.on_host]
     assert on_host.count(table.nbytes) == 1
     assert sum(on_host) == table.nbytes

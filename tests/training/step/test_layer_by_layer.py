@@ -225,7 +225,9 @@ def test_trl_has_no_such_order(small_model: Path, small_data: Path, tmp_path: Pa
 
 def test_a_tracker_names_the_modules_of_the_pass_that_goes_on() -> None:
     tracker = Tracker({})
-    tracker.phase, tracker.module, tracker._stack = "forward", "model", [("", "forward")]
-    with tracker.elsewhere():
-        assert (tracker.module, tracker._stack) == ("", [])
-    assert (tracker.module, tracker._stack) == ("model", [("", "forward")])
+    with tracker.turn_of(0):
+        tracker.phase, tracker.module, tracker._stack = "forward", "model", [("", "forward")]
+    with tracker.turn_of(1):
+        assert (tracker.module, tracker._stack, tracker.turn) == ("", [], 1)
+    with tracker.turn_of(0):
+        assert (tracker.module, tracker._stack, tracker.turn) == ("model", [("", "forward")], 0)
