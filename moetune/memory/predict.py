@@ -44,7 +44,6 @@ def _collecting_less() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-@_collecting_less()
 def predict_memory(
     run: AnyRun,
     *,
@@ -53,7 +52,6 @@ def predict_memory(
     allocator: Allocator | None = None,
     simulated: bool = True,
     tracing: Tracing = trace,
-    unsimulated: Callable[[AssumedRouting], MemoryReport] | None = None,
 ) -> MemoryReport:
     """Predict the peak memory of a run and the time of a step, by a trace. Needs no weights, no data and no GPU.
 
@@ -70,8 +68,6 @@ def predict_memory(
         simulated: whether the allocator is simulated. No verdict depends on it: else the reserved bytes are those
             allocated, rounded up to pages.
         tracing: function that makes the traces; replaces `trace`.
-        unsimulated: predicts the run with another routing, without simulating the allocator, for the report's `span`;
-            None: by this function.
 
     Raises:
         UserError: as `resolve`; the run cannot be trained or predicted; the GPU is unknown; or a DeepSpeed run is to be
@@ -79,6 +75,22 @@ def predict_memory(
         NotTraceable: the model's own code reads values of tensors, which fake tensors do not have.
     """
     run = resolve(run, "cuda")
+    report = predict_expected(run, gpu=gpu, routing=routing, allocator=allocator, simulated=simulated, tracing=tracing)
+    of_another = partial(predict_expected, run, gpu=gpu, simulated=False, tracing=tracing)
+    return with_routing_range(run, report, routing, lambda other: of_another(routing=other))
+
+
+@_collecting_less()
+def predict_expected(
+    run: ResolvedRun,
+    *,
+    gpu: str | Gpu | None,
+    routing: AssumedRouting,
+    allocator: Allocator | None = None,
+    simulated: bool = True,
+    tracing: Tracing = trace,
+) -> MemoryReport:
+    """Predict as `predict_memory` does, for the assumed routing alone: the report's `span` does not know of others."""
     refuse_unpredictable(run.config)
     names = (gpu,) if gpu else run.config.hardware.names
     cards = [name if isinstance(name, Gpu) else find_gpu(name) for name in names or ("l40s",)]
@@ -117,9 +129,6 @@ def predict_memory(
     by_rank = {rank: of_kind[kind] for rank, kind in enumerate(kinds)}
     allocator = (allocator or allocator_here("expandable")) if simulated else None
     report = _reported(run, card_of, by_rank, allocator, common)
-    if run.structure.moe_layers:
-        same_run = unsimulated or partial(_for_routing, run, gpu=gpu, simulated=False, tracing=tracing)
-        report = replace(report, unknowns=(*_of_routing(routing, report, same_run), *report.unknowns))
     if names and (card := next((one for one in cards if one.bandwidth is None), card)).bandwidth is None:
         alike = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {alike}" if alike else ""
@@ -189,34 +198,35 @@ def _reported(
     )
 
 
-def _for_routing(run: ResolvedRun, routing: AssumedRouting, **options: Any) -> MemoryReport:
-    return predict_memory(run, routing=routing, **options)
+def with_routing_range(
+    run: ResolvedRun,
+    report: MemoryReport,
+    routing: AssumedRouting,
+    predicted: Callable[[AssumedRouting], MemoryReport],
+) -> MemoryReport:
+    """Return a report that also knows, as an `Unknown`, by how much the peak is lower for `routing.lowest` and higher
+    for `routing.highest`; unchanged if the routing has neither, or no layer has experts.
 
-
-def _of_routing(
-    routing: AssumedRouting, report: MemoryReport, predicted: Callable[[AssumedRouting], MemoryReport]
-) -> Iterator[Unknown]:
-    """Yield, as an `Unknown`, by how much the peak is lower for `routing.lowest` and higher for `routing.highest`.
-
-    Nothing is yielded if the routing has neither. The peak for a routing is that of the rank that then needs most,
-    beyond what its GPU has if the ranks have unlike ones.
+    The peak for a routing is that of the rank that then needs most, beyond what its GPU has if the ranks have unlike
+    ones.
 
     Args:
         report: with `routing`; below its peak while weights are loaded no step matters.
-        predicted: returns the report with another routing.
+        predicted: returns the report with another routing, for which the allocator need not be simulated.
     """
-    if not (routing.lowest or routing.highest):
-        return
+    if not (run.structure.moe_layers and (routing.lowest or routing.highest)):
+        return report
 
     def most(of: MemoryReport) -> int:
         tensors = (rank.peak_allocated - rank.terms[-1].bytes - rank.usable for rank in of.ranks)
         return max(report.load.gpu - report.fullest.usable, *tensors)  # the last term is what the allocator adds
 
     peak = most(report)
-    low, high = (peak if one is None else most(predicted(one)) for one in (routing.lowest, routing.highest))
+    low, high = (peak if end is None else most(predicted(end)) for end in (routing.lowest, routing.highest))
     of = (routing.lowest or routing).name, (routing.highest or routing).name
     why = f"tokens of the fullest experts: {of[0]} to {of[1]}"
-    yield Unknown("routing", max(0, peak - low), max(0, high - peak), why)
+    unknown = Unknown("routing", max(0, peak - low), max(0, high - peak), why)
+    return replace(report, unknowns=(unknown, *report.unknowns))
 
 
 def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:

@@ -10,7 +10,7 @@ from moetune.cache import file_of, read_cached, write_cached
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.commands.trl import predict_trl
-from moetune.memory.predict import predict_memory
+from moetune.memory.predict import predict_expected, with_routing_range
 from moetune.memory.rank_memory import allocator_here
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu
@@ -91,7 +91,7 @@ class Predictor:
         """Read the report of a run from disk; if it is not there, trace the run and write it."""
         cards = self._cards(run)
         is_given = self.gpu is not None or run.config.hardware.names
-        known = as_known(run, cards[0] if is_given else None)  # as `predict_memory` does
+        known = as_known(run, cards[0] if is_given else None)  # as `predict_expected` does
         trainer = self.trainer
         file = file_of(
             {
@@ -110,8 +110,8 @@ class Predictor:
             if trainer is not None:
                 report = predict_trl(run, trainer.trainer, trainer.more, gpu=self.gpu, routing=routing)
             else:
-                other = partial(self._kept, run, simulated=False)
-                report = predict_memory(run, gpu=self.gpu, routing=routing, simulated=simulated, unsimulated=other)
+                report = predict_expected(run, gpu=self.gpu, routing=routing, simulated=simulated)
+                report = with_routing_range(run, report, routing, partial(self._kept, run, simulated=False))
             write_cached(file, MemoryReport, report)
         return report
 

@@ -18,9 +18,9 @@ from moetune.run.resolve import ResolvedRun
 def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
     traced: list[Any] = []
-    predict = predictor.predict_memory
+    predict = predictor.predict_expected
     monkeypatch.setattr(
-        predictor, "predict_memory", lambda *run, **options: traced.append(run) or predict(*run, **options)
+        predictor, "predict_expected", lambda *run, **options: traced.append(run) or predict(*run, **options)
     )
 
     def run(length: int) -> RunConfig:
