@@ -1,4 +1,4 @@
-"""The two files of an adapter's folder: read and checked without pickles, written.
+"""The two files of an adapter's folder: read without pickles, refused unless they are plain LoRA, written.
 
 `adapter_config.json` holds PEFT's settings, of which rank and alpha decide the scale; `adapter_model.safetensors` the
 tensors and, if moetune wrote it, a record. Every program of docs/reference/adapters.md writes both files.

@@ -1,4 +1,4 @@
-"""`adapter_config.json` as PEFT writes it: targets, and rank and alpha of each."""
+"""`adapter_config.json` made as PEFT writes it: targets, and rank and alpha of each."""
 
 import re
 from collections import Counter

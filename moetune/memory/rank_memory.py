@@ -1,4 +1,5 @@
-"""`rank_memory`: a rank's memory from its trace, with the caching allocator's and cuBLAS's share."""
+"""`rank_memory`: a rank's memory from its trace, with the caching allocator's and cuBLAS's share, and the lines of a
+report that explain it."""
 
 import os
 import re
@@ -8,13 +9,23 @@ from functools import cache
 from typing import Literal
 
 from moetune.memory.allocator import LARGE_PAGE, POOLS, SMALL_PAGE, Event, Reserved, simulate
-from moetune.memory.report import RankMemory, Term
-from moetune.memory.terms import terms_of
+from moetune.memory.report import PartName, RankMemory, Term
 from moetune.memory.trace import Trace
 from moetune.models.catalog.gpus import Gpu
 
 Allocator = Literal["default", "expandable"]
 """Configuration of torch's caching allocator: default segments, or `expandable_segments:True`."""
+
+# Part of the peak -> the page in docs/concepts that explains it.
+_PAGES: dict[PartName, str] = {
+    "frozen_weights": "weights",
+    "trainable_weights": "weights",
+    "gradients": "optimizers",
+    "optimizer_states": "optimizers",
+    "master_weights": "optimizers",
+    "saved_activations": "activations",
+    "transient_peak": "activations",
+}
 
 
 def allocator_here(unset: Allocator = "default") -> Allocator:
@@ -102,3 +113,27 @@ def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity
             reserved = limited.peak_reserved
         most = max(most, reserved)
     return allocated, most
+
+
+def terms_of(traced: Trace) -> Iterator[Term]:
+    """Yield the lines that explain the peak of a trace, largest first; within a part they sum to that part.
+
+    Storages form a line if they belong to the same part and were made by the same operation in the same kind of module,
+    in any layer.
+    """
+    lines: dict[tuple[PartName, str], list[int]] = {}
+    alive = traced.alive()
+    for number, size in zip(traced.events.like[alive].tolist(), traced.bytes[alive].tolist(), strict=True):
+        block = traced.log.blocks[number]
+        label = ": ".join(filter(None, (_kind(block.module), block.op))) or "of all layers"
+        lines.setdefault((block.part, label), []).append(size)
+    terms = (
+        Term(part, name, f"{len(sizes):,} storages", sum(sizes), f"concepts/{_PAGES[part]}.md")
+        for (part, name), sizes in lines.items()
+    )
+    yield from sorted((term for term in terms if term.bytes), key=lambda term: -term.bytes)
+
+
+def _kind(module: str) -> str:
+    """Return a module's path without the prefix up to the layer number, so that all layers have the same name."""
+    return re.sub(r"(?:^|.*\.)\d+\.?", "", module)

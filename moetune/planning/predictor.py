@@ -1,5 +1,6 @@
-"""`Predictor`: predictions for many runs of one model, kept on disk."""
+"""`Predictor`: predictions for many runs of one model, kept on disk; `parallel.stages: auto` cut by them."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -12,12 +13,12 @@ from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.commands.trl import predict_trl
 from moetune.memory.predict import predict_expected, with_routing_range
 from moetune.memory.rank_memory import allocator_here
-from moetune.memory.report import MemoryReport
+from moetune.memory.report import MemoryReport, RankMemory
 from moetune.models.catalog.gpus import Gpu, find_gpu
-from moetune.planning.cut import best_stages
 from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun, resolve
+from moetune.run.stages import least_stages
 from moetune.training.trl import InTrl
 
 
@@ -54,16 +55,29 @@ class Predictor:
         return self._like.keeping(self._like.keeps) if is_open(config.train) else self._like
 
     def divided(self, run: ResolvedRun) -> ResolvedRun:
-        """Return a run with stages in place of `parallel.stages: auto`, where that is one (`best_stages`).
+        """Return a run with stages in place of `parallel.stages: auto`, where that is one: those of which the fullest
+        rank needs the least of its GPU.
 
-        The search begins with the stages that this predictor found last; at first with equal numbers of layers, so the
-        first stages are the same wherever they are asked for.
+        Each prediction says what each layer takes, and so which stages would be best if every layer took as much on any
+        rank. Those are predicted next, until stages come again. The first stages are those that this predictor found
+        last; at first equal numbers of layers, so they are the same wherever they are asked for.
         """
-        if run.config.parallel.pp == 1 or run.config.parallel.stages != "auto":
+        pp = run.config.parallel.pp
+        if pp == 1 or run.config.parallel.stages != "auto":
             return run
         predictor = replace(self, routing=UNKNOWN, end="high", trainer=None)
         memories = [card.memory.value for card in self._cards(run)]
-        self._stages = best_stages(run, predictor.of_resolved, memories, self._stages)
+        stages = run.stages
+        if len(self._stages) == len(stages) and self._stages[-1].stop == stages[-1].stop:
+            stages = self._stages
+        fullest: dict[tuple[range, ...], float] = {}
+        while stages not in fullest:
+            cut = run.settled_as(None).cut_into(stages)
+            ranks = predictor.of_resolved(cut).ranks
+            ranks = ranks[:: len(ranks) // pp]  # one of each stage
+            fullest[stages] = max(rank.needed / memories[pp % len(memories)] for pp, rank in enumerate(ranks))
+            stages = _if_layers_took_the_same_anywhere(cut, ranks, memories)
+        self._stages = min(fullest, key=lambda stages: (fullest[stages], [stage.stop for stage in stages]))
         return run.cut_into(self._stages)
 
     def of(self, config: RunConfig) -> MemoryReport:
@@ -119,3 +133,17 @@ class Predictor:
         """Return the GPU of all ranks, or that of each."""
         names = (self.gpu,) if self.gpu else run.config.hardware.names or ("l40s",)
         return [name if isinstance(name, Gpu) else find_gpu(name) for name in names]
+
+
+def _if_layers_took_the_same_anywhere(
+    run: ResolvedRun, ranks: Sequence[RankMemory], memories: Sequence[int]
+) -> tuple[range, ...]:
+    """Return the best stages by a prediction. What a rank needs beside its layers, and its GPU's memory, is divided
+    over its stages."""
+    stages_of_each = len(run.stages) // len(ranks)
+    layers, beside = dict[int, int](), list[tuple[int, int]]()
+    for pp, rank in enumerate(ranks):
+        layers |= zip(run.held_layers(pp), rank.layers, strict=True)
+        others, memory = rank.needed - sum(rank.layers), memories[pp % len(memories)]
+        beside.append((others // stages_of_each, memory // stages_of_each))
+    return least_stages([layers[layer] for layer in sorted(layers)], beside * stages_of_each)

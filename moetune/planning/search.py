@@ -125,7 +125,8 @@ class Search:
         if stored in self._too_large:
             return None
         sizes = self._sizes(saving)
-        first = 0 if saving.goal == "experts" else len(sizes) - 1  # the highest rank often fits
+        # The highest rank often fits; where what costs less did not fit at all, often not even the lowest does.
+        first = 0 if saving.goal == "experts" or saving.slowness or any(saving.costs) else len(sizes) - 1
         report = self.predictor.of(self._run(saving, sizes[first]))
         if not _holds_frozen_weights(report):
             self._too_large.add(stored)
@@ -134,6 +135,7 @@ class Search:
             len(sizes),
             lambda number: self.predictor.of(self._run(saving, sizes[number])),
             self.left,
+            len(sizes) - 1 - first if saving.goal == "lora" else 0,
             sizes=[size.amount for size in sizes],
             known={first: report},
         )

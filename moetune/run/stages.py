@@ -1,4 +1,5 @@
-"""Stages of a pipeline: layers and micro-batches in flight of each rank; the bubble."""
+"""Stages of a pipeline: their layers; how many micro-batches are in flight (their order: parallel/pipeline.py); the
+bubble."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -19,7 +20,7 @@ def stages_a_rank(parallel: ParallelConfig) -> int:
 
 def stages_of(parallel: ParallelConfig, layers: int) -> tuple[range, ...]:
     """Return the decoder layers of each stage; stage s is on the rank s % pp of the axis. `stages: auto` counts as
-    equal numbers of layers: where it cuts is decided by predictions (planning/cut.py)."""
+    equal numbers of layers: where it cuts is decided by predictions (planning/predictor.py)."""
     if parallel.stages != "auto":
         return tuple(range(start, end + 1) for start, end in parallel.stages)
     return least_stages([1] * layers, [(0, 1)] * (parallel.pp * stages_a_rank(parallel)))

@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from moetune.adapt.fake import tensors_of
 from moetune.config.load import load_run_config
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
@@ -23,6 +22,7 @@ from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.predict import time_of
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.trace.tracker import Tracker
+from moetune.memory.trace.watched import tensors_of
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training.folder.run_folder import MEMORY_FILE, RUN_FILE

@@ -15,8 +15,8 @@ from moetune.memory.about import about
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.host import host_of
 from moetune.memory.predict import predict_memory
+from moetune.memory.rank_memory import terms_of
 from moetune.memory.report import LoadPeaks, MemoryReport, RankMemory
-from moetune.memory.terms import terms_of
 from moetune.memory.trace import Trace
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.log import Log

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.fake import tensors_of
 from moetune.compat.torch import watch_out_of_memory
 from moetune.memory.report import PartName
-from moetune.memory.trace.watched import labels_of
+from moetune.memory.trace.watched import labels_of, tensors_of
 from moetune.parallel.ranks import local_tensor
 from moetune.training.optim.optimizers import CombinedOptimizer
 

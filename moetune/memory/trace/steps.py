@@ -19,6 +19,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.views import Trace
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
+from moetune.parallel.distribute import micro_steps_are_alike
 from moetune.parallel.ranks import local_tensor
 from moetune.run.loss_memory import loss_bytes
 from moetune.run.stages import stages_a_rank
@@ -158,7 +159,7 @@ class Steps(Watched):
         Args:
             micro_steps: micro-steps of each step.
             first: micro-steps of the first step, None for `micro_steps`. If given, only the last step's peak counts; 0
-                only creates the optimizer states.
+                only creates the optimizer states, and the gradients of earlier micro-steps if `adds_to_gradients`.
             tracking: False to record only phases, modules and layer boundaries, and no operations.
             short: layers that ran and groups that stand for others; None if all layers ran.
             turns: for each micro-batch of the last step, the one that runs that stands for it; empty if none does.
@@ -166,21 +167,28 @@ class Steps(Watched):
         Raises:
             UserError: the last step calls a collective whose bytes are not known.
         """
+        before = int(first == 0 and self.adds_to_gradients)
         with self._following(tracker, tracking), self._noting_counts(tracker):
             for step in range(steps):
                 tracker.step = step
                 if first == 0 == step:
                     self._create_states(tracker)
                 else:
-                    self._step(tracker, first if first and step == 0 else micro_steps)
+                    self._step(tracker, first if first and step == 0 else micro_steps, before)
                 self._say_whose_states(tracker)
             self._evaluate(tracker)
         self.watch.remove()
         tracker.stop()
         # A first step of fewer micro-steps takes no more than the last, in which optimizer states exist from the start.
-        left_out = 0 if turns else self.config.train.accumulate - micro_steps
+        left_out = 0 if turns else self.config.train.accumulate - micro_steps + before
         axis_of, last_step = self.adapted.ranks.axis_of, first is not None
         return Trace.of(tracker.log, axis_of, short=short, turns=turns, left_out=left_out, last_step=last_step)
+
+    @property
+    def adds_to_gradients(self) -> bool:
+        """Whether a step's later micro-steps are alike and add to gradients on the GPU."""
+        alike = micro_steps_are_alike(self.config.parallel) and not self.stepper.takes_all
+        return alike and self.config.train.accumulate > 1 and not any(one.on_host for one in self.optimizer.updaters)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
         """Return a context in which the tracker counts, for each count of experts' tokens, the work of reading it from
@@ -207,16 +215,19 @@ class Steps(Watched):
         for updater in self.optimizer.updaters:
             for tensor in _on_host(updater):
                 tracker.add(tensor, "gradients")
-        for name, parameter in self.adapted.trainable().items():
-            if parameter.grad is not None:
-                gradient = local_tensor(parameter.grad)
-                tracker.add(gradient, "gradients", self.adapted.part_of(name))
-                if parameter in self.layer_of:
-                    tracker.belongs(gradient, self.layer_of[parameter])
-                del gradient  # this frame lives on while the step runs
+        self._add_gradients(tracker)
         self._say_whose_states(tracker)
         with tracker.following(self.trained), self.watching(tracker, tracking):
             yield
+
+    def _add_gradients(self, tracker: Tracker) -> None:
+        """Register the gradients that exist."""
+        for name, parameter in self.adapted.trainable().items():
+            if parameter.grad is not None:
+                gradient = local_tensor(parameter.grad)
+                tracker.add(gradient)
+                tracker.tag([gradient], "gradients")
+                tracker.belongs(gradient, self.layer_of.get(parameter), self.adapted.part_of(name))
 
     def _say_whose_states(self, tracker: Tracker) -> None:
         """Set the decoder layer of optimizer states and float32 weights, and the label of the states; mark paged states
@@ -234,11 +245,11 @@ class Steps(Watched):
                     for tensor in paged(updater.optimizer, updated):
                         tracker.moved_to_host(tensor, managed=True)
 
-    def _step(self, tracker: Tracker, micro_steps: int) -> None:
-        """Run the micro-steps of a step, then the update."""
+    def _step(self, tracker: Tracker, micro_steps: int, before: int) -> None:
+        """Run the micro-steps of a step after those `before`, then the update."""
         if self.stepper.takes_all:
             self._together(tracker, micro_steps)
-        for number in range(0 if self.stepper.takes_all else micro_steps):
+        for number in range(before, micro_steps if not self.stepper.takes_all else 0):
             tracker.micro_step = number
             tracker.enter("forward")
             batch = self._batch(tracker)
@@ -261,9 +272,10 @@ class Steps(Watched):
                     updater.take(parameter)
                     updater.host_copies.finish()
             updater.step()
-            for parameter in updater.parameters:
+            for parameter in () if self.adds_to_gradients else updater.parameters:
                 parameter.grad = None
         self._add_states(tracker)
+        self._add_gradients(tracker)
 
     def _add_states(self, tracker: Tracker) -> None:
         for tensor in self.optimizer.states():  # quantization maps were created before the tracker was active

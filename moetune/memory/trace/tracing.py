@@ -2,21 +2,31 @@
 
 The model comes from the same `build` as in training, and step and optimizer are the trainer's own code. Only the number
 of tokens that each expert receives is assumed (`routing`), because shapes depend on it and fake tensors have no values.
+
+The fake tensors are on the device `cpu` even if a prediction is for a GPU, because a CPU-only torch cannot
+differentiate fake CUDA tensors. The tracker and the predictor account for what differs on a GPU.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from moetune.adapt.build import Adapted
-from moetune.adapt.fake import build_fake
-from moetune.compat.fake_mode import QuickFakeMode
-from moetune.compat.transformers import without_packages
+from moetune.adapt.attention import Capability
+from moetune.adapt.build import Adapted, build
+from moetune.compat.bitsandbytes import Linear4bit
+from moetune.compat.fake_mode import QuickFakeMode, add_missing_fakes
+from moetune.compat.torch import HostModule
+from moetune.compat.transformers import fix_rotary_length, without_packages
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.context import CountReceived, CountRows, received_as_sent
+from moetune.experts.host import mark_on_host
+from moetune.formats.nf4 import Nf4
 from moetune.kernels.registry import using_kernels
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting, Replayed
 from moetune.memory.trace.alike import Shortened, Stack, shorten
@@ -25,8 +35,9 @@ from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.coordinates import Coordinates
-from moetune.parallel.distribute import micro_steps_are_alike
+from moetune.parallel.distribute import distribute, micro_steps_are_alike
 from moetune.parallel.join import fake_ranks
+from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
 
@@ -57,8 +68,9 @@ def trace(
         shortened: run only a few of the layers that are alike and repeat their part of the log for the others
             (docs/concepts/trace.md), which is faster and has the same result. Ignored where `micro_steps` is given, and
             where the routing is a function or differs from layer to layer.
-        simulated: whether the allocator will be simulated, for which both steps must run. Else optimizer states are
-            created without a micro-step; all that counts, in the second step, is the same.
+        simulated: whether the allocator will be simulated, for which both steps must run. Else optimizer states, and
+            the gradients to which later micro-steps add, are created without a micro-step; the peak of the second step
+            is the same, and its work counts one addition of gradients too many.
         micro_steps: micro-steps of each step. By default 1 in the first step, and in the second at most 2, or 3 if the
             first, the last and those between communicate differently (`micro_steps_are_alike`), because all further
             micro-steps repeat; only the second step's peak then counts.
@@ -142,13 +154,44 @@ def faked(
         short = None
         if shortened and (run.config.parallel.pp > 1 or (is_even and can_be_shortened(run.config))):
             short = shorten(run, ranks, whole=not (is_even and can_be_shortened(run.config)))
-        adapted = build_fake(run if short is None else short.run, mode, ranks, None if gpu is None else gpu.capability)
+        adapted = _build_fake(run if short is None else short.run, mode, ranks, None if gpu is None else gpu.capability)
         with (
             refusing_values(run.config.model.path, run.structure.model_type),
             adapted.expert_context.hooks.using(count_rows=count_rows, count_received=received),
             without_packages(adapted.model),
         ):
             yield adapted, short, mode
+
+
+def _build_fake(run: ResolvedRun, mode: QuickFakeMode, ranks: Ranks, capability: Capability | None) -> Adapted:
+    """Build the adapted model on the meta device with `build`, and replace every meta tensor by a fake one.
+
+    `mode` creates the fake tensors; other arguments and errors are those of `build`. Several ranks need an initialized
+    process group, for example torch's `fake` backend, which sends nothing.
+    """
+    add_missing_fakes()
+    adapted = build(run, "meta", ranks=ranks, capability=capability)
+    with mode:
+        for module in adapted.model.modules():
+            if isinstance(module, Linear4bit):
+                module.weight = Nf4(run.config.model.double_quant).fake_weight(module.weight)
+            fix_rotary_length(module)
+        memo: dict[Tensor, Tensor] = {}
+        for module in adapted.model.modules():
+            tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            for own in tables:
+                for name, tensor in own.items():
+                    if tensor is not None and tensor.is_meta:
+                        own[name] = memo.setdefault(tensor, _fake(tensor))
+                        if isinstance(module, HostModule) and name in module.names_on_host():
+                            mark_on_host(own[name])
+    distribute(adapted.model, adapted.structure, adapted.ranks)  # not in `mode`: device meshes are real tensors
+    return adapted
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 @contextmanager

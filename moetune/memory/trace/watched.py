@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.fake import tensors_of
 from moetune.compat.bitsandbytes import Linear4bit
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts
@@ -208,3 +207,14 @@ def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, Wo
         parts[path] = "rest" if is_layer else next((_PARTS[one] for one in _PARTS if one in inside), "rest")
     of_attention = tuple(f"{path}." for path, part in parts.items() if part == "attention")
     return {path: "attention" if path.startswith(of_attention) else part for path, part in parts.items()}
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yield every tensor of a model on this rank: parameters or local shards, buffers, states of 4-bit layers."""
+    yield from (local_tensor(parameter) for parameter in model.parameters())
+    yield from model.buffers()
+    for module in model.modules():
+        if isinstance(module, Linear4bit) and (state := getattr(module.weight, "quant_state", None)) is not None:
+            yield from (state.absmax, state.code)
+            if (nested := state.state2) is not None:
+                yield from (state.offset, nested.absmax, nested.code)
