@@ -103,14 +103,14 @@ class _Reached:
 class SharedMemory:
     """Shared memory of several blocks.
 
-    Two accesses of the same two bytes are a race if two warps make them between the same barriers of the block, and one
-    of both writes.
+    Two accesses of the same byte, the least that has an order in PTX's memory model, are a race if two warps make them
+    between the same barriers of the block, and one of both writes.
     """
 
     def __init__(self, blocks: int, size: int) -> None:
         self._size, self._row = size, (size // WIDEST + 2) * WIDEST
         self.bytes = np.full(blocks * self._row, 0xFF, np.uint8)  # a float that no one has written is NaN
-        self._warps, self._shared = (np.zeros(blocks * self._row // 2, np.uint8) for _ in range(2))
+        self._warps, self._shared = (np.zeros(blocks * self._row, np.uint8) for _ in range(2))
         self._reached: list[_Reached] = []
 
     def _places(
@@ -141,12 +141,15 @@ class SharedMemory:
             else:
                 later.append(one)
         self._reached = later
-        # Of every two bytes the warp that comes last here, and whether there is another.
-        noted = []
+        # Of every byte, or of every two if none is reached alone, the warp that comes last here, and whether there is
+        # another.
+        noted, grain = [], min((2, *(one.width for one in here)))
         for one in here:
-            places = one.places // 2 if one.width == 1 else one.places
-            unit = UNITS[max(1, one.width // 2)]
-            warps = one.warp.astype(unit) * unit.type(EACH_BYTE[unit.itemsize])
+            unit = UNITS[min(one.width // grain, max(UNITS))]
+            places, warps = one.places, one.warp.astype(unit) * unit.type(EACH_BYTE[unit.itemsize])
+            if (count := one.width // grain // unit.itemsize) > 1:
+                places = (places[:, None] * count + np.arange(count)).ravel()
+                warps = np.repeat(warps, count)
             self._warps.view(unit)[places] = warps
             noted.append((places, warps, one.writes))
         for places, warps, _ in noted:
@@ -160,8 +163,8 @@ class SharedMemory:
             self._shared.view(warps.dtype)[places] = 0
 
     def _check_races(self, noted: list[tuple[np.ndarray, np.ndarray, bool]]) -> None:
-        """Raise a Fault unless each two bytes that several warps reach are only read, or reached by one instruction:
-        then all of them write the same (see `write`)."""
+        """Raise a Fault unless each byte that several warps reach is only read, or reached by one instruction: then
+        all of them write the same (see `write`)."""
         times, written = np.zeros(self._shared.shape, np.int32), np.zeros(self._shared.shape, bool)
         for places, warps, writes in noted:
             reached = np.zeros_like(self._shared)
@@ -169,7 +172,7 @@ class SharedMemory:
             times += reached
             written |= reached.astype(bool) & writes
         if (written & (self._shared != 0) & (times > 1)).any():
-            raise Fault("a race in shared memory: two warps reach two bytes without a barrier, and one writes")
+            raise Fault("a race in shared memory: two warps reach a byte without a barrier, and one writes")
 
     def read(
         self, addresses: np.ndarray, block: np.ndarray, warp: np.ndarray, count: int, word: np.dtype

@@ -55,6 +55,24 @@ def test_warps_may_write_the_same_in_one_instruction() -> None:
         run(same + same)
 
 
+def test_warps_may_reach_bytes_side_by_side() -> None:
+    """Two warps take turns from byte to byte, as where Triton lays out one byte of each row; one that reads a byte of
+    the other, alone or among two or 16, races with it."""
+    own = "shr.u32 %r3, %r1, 5; and.b32 %r4, %r1, 31; shl.b32 %r4, %r4, 1; add.s32 %r5, %r4, %r3;"
+    store = own + "cvt.u16.u32 %rs1, %r1; st.shared.b8 [%r5], %rs1; bar.warp.sync -1;"
+    load = "xor.b32 %r6, %r5, {}; ld.shared.{} {}, [%r6]; st.global.b32 [%rd3], %r7;"
+    found = run(store + load.format(2, "b8", "%r7"))  # of the next lane of the same warp
+    assert found.tolist() == [thread ^ 1 for thread in range(64)]
+    for others in (
+        load.format(1, "b8", "%r7"),
+        "and.b32 %r5, %r4, 62;" + load.format(0, "b16", "%rs2"),
+        "and.b32 %r5, %r4, 48;" + load.format(0, "v4.b32", "{%r7, %r8, %r3, %r5}"),
+    ):
+        with pytest.raises(Fault, match="race in shared memory: two warps"):
+            run(store + others)
+        run(store + "bar.sync 0;" + others)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
