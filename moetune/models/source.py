@@ -150,7 +150,9 @@ def find_model_source(path: str) -> ModelSource:
 
 def _of(name: str, config: PretrainedConfig, folder: str | None) -> ModelSource:
     manifest, settings = None if folder is None else read_quantized_manifest(Path(folder)), quantization_of(config)
-    if getattr(config, "dtype", None) not in _DTYPES:  # such as int8: no model is built or quantized in it
+    if (dtype := getattr(config, "dtype", None)) not in _DTYPES:  # no model is built or quantized in it
+        if getattr(dtype, "itemsize", 0) == 1 and not settings.method:  # codes without settings that say their scales
+            settings = replace(settings, method=f"dtype {str(dtype).removeprefix('torch.')}", is_read=False)
         config.dtype = None
     if manifest is not None:  # its config.json is the original's
         among = settings.base if isinstance(settings.base, str) else None

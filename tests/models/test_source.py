@@ -42,11 +42,17 @@ def test_local_folder(tmp_path: Path) -> None:
     assert source.folder == str(tmp_path)
 
 
-@pytest.mark.parametrize(("dtype", "read"), [("bfloat16", torch.bfloat16), ("int8", None), ("float8_e4m3fn", None)])
-def test_a_dtype_that_no_model_has_is_left_out(dtype: str, read: torch.dtype | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "read"), [("bfloat16", torch.bfloat16), ("int4", None), ("float8_e4m3fn", None)])
+def test_a_dtype_of_8_bits_or_fewer_says_that_it_is_quantized(
+    dtype: str, read: torch.dtype | None, tmp_path: Path
+) -> None:
     path = folder_with(tmp_path, toy_config("mixtral").to_dict() | {"dtype": dtype})
     assert find_model_source(path).config.dtype == read
-    assert count(path).parameter_count.total > 0
+    if read is not None:
+        assert count(path).parameter_count.total > 0
+    else:  # without settings that say how the codes are scaled
+        with pytest.raises(UserError, match=f"is already quantized \\(dtype {dtype}\\) in a way that is not read"):
+            count(path)
 
 
 def test_a_model_is_counted_whose_attention_needs_another_package(tmp_path: Path) -> None:
