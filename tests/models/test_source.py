@@ -43,9 +43,7 @@ def test_local_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "read"), [("bfloat16", torch.bfloat16), ("int4", None), ("float8_e4m3fn", None)])
-def test_a_dtype_of_8_bits_or_fewer_says_that_it_is_quantized(
-    dtype: str, read: torch.dtype | None, tmp_path: Path
-) -> None:
+def test_a_dtype_of_8_bits_or_fewer_is_quantized(dtype: str, read: torch.dtype | None, tmp_path: Path) -> None:
     path = folder_with(tmp_path, toy_config("mixtral").to_dict() | {"dtype": dtype})
     assert find_model_source(path).config.dtype == read
     if read is not None:
