@@ -24,6 +24,7 @@ from moetune.planning.predictor import Predictor
 from moetune.planning.savings import changed
 from moetune.planning.strategies import Strategy
 from moetune.run.resolve import resolve_model
+from moetune.run.resolved import ResolvedModel
 from moetune.training.trl import InTrl
 
 RANKS = (4, 8, 16, 32, 64)
@@ -84,9 +85,13 @@ class Search:
         return Predictor(self.gpu, self.routing, "expected" if self.tight else "high", trainer=self.trainer)
 
     @cached_property
+    def _model(self) -> ResolvedModel:
+        return resolve_model(self.start.model)
+
+    @property
     def structure(self) -> ModelStructure:
         """The model's layers and parameters."""
-        return resolve_model(self.start.model).structure
+        return self._model.structure
 
     @cached_property
     def _too_large(self) -> set[tuple[str, str]]:
@@ -185,7 +190,7 @@ class Search:
             return changed(config, {"train.micro_batch": rows, "train.accumulate": accumulate})
 
         # Layers with a state take as long for each document whatever the size, so of such models only one row is tried.
-        has_state = layers_with_state(resolve_model(config.model).plain)
+        has_state = layers_with_state(self._model.plain)
         first = ROWS.index(config.train.micro_batch)
         all_rows = ROWS[first : first + 1] if has_state else ROWS[first:]
         configs = [config, *map(with_rows, all_rows[1:])]

@@ -70,15 +70,15 @@ def trace(
             where the routing is a function or differs from layer to layer.
         simulated: whether the allocator will be simulated, for which both steps must run. Else optimizer states, and
             the gradients to which later micro-steps add, are created without a micro-step; the peak of the second step
-            is the same, and its work counts one addition of gradients too many.
+            is the same. Its work is counted only on several ranks, with one addition of gradients too many.
         micro_steps: micro-steps of each step. By default 1 in the first step, and in the second at most 2, or 3 if the
             first, the last and those between communicate differently (`micro_steps_are_alike`), because all further
             micro-steps repeat; only the second step's peak then counts.
         rank: number of the traced rank, from 0.
         received: replaces `ExpertHooks.count_received`, the number of tokens that this rank's experts receive from each
             rank; by default every rank is assumed to send what this rank sends.
-        gpu: GPU whose attention kernels and workspaces are assumed, and whose work is counted; None for a CPU's,
-            without a count of work.
+        gpu: GPU whose attention kernels and workspaces are assumed, and whose work is counted if its speed is known;
+            None for a CPU's, without a count of work.
 
     Returns:
         The trace of one rank, with the peaks of loading the weights in `load`.
@@ -103,7 +103,8 @@ def trace(
         with mode if makes_its_own else nullcontext():
             steps = Steps(adapted, batches_of(adapted), None if short is None else short.stack.kept, gpu)
         with mode:
-            tracker = steps.tracker(counts=True)
+            is_timed = simulated or config.parallel.ranks > 1  # ways to divide a run are also compared by their speed
+            tracker = steps.tracker(counts=is_timed and gpu is not None and gpu.bandwidth is not None)
             if micro_steps is not None:
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
             else:
