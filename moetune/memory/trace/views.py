@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -213,12 +213,13 @@ class Trace:
         Loading is left out, and recomputation counts as the backward pass.
         """
         most: dict[Phase, int] = {}
-        begins = [at for at, *_ in self.events.marks]
-        for (at, mark, *_), until in zip(self.events.marks, [*begins[1:], self.end + 1], strict=True):
-            phase: Phase = "backward" if mark.phase == "recompute" else mark.phase
+        marks = [(at, mark.phase) for at, mark, *_ in self.events.marks if at >= self.begin and mark.phase != "load"]
+        starts = [next(same) for _, same in groupby(marks, key=lambda one: one[1])]
+        ends = [*(at for at, _ in starts[1:]), self.end + 1]
+        for (at, phase), until in zip(starts, ends, strict=True):
+            phase = "backward" if phase == "recompute" else phase
             alive = self.device[max(0, at - 1) : until]  # what is alive when the phase begins counts
-            if phase != "load" and at >= self.begin:
-                most[phase] = max(most.get(phase, 0), int(alive.max(initial=0)))
+            most[phase] = max(most.get(phase, 0), int(alive.max(initial=0)))
         return tuple(most.items())
 
     def timeline(self, points: int = 600) -> tuple[Sample, ...]:
