@@ -41,7 +41,8 @@ def write_toy(folder: Path, model_type: str, layers: int = 4) -> Path:
     entry = find_model("tiny-mixtral")
     assert entry is not None
     assert entry.folder is not None
-    kinds = {"layer_types": ["mamba", "attention"] * (layers // 2)} if model_type == "granitemoehybrid" else {}
+    of_granite = {"layers_block_type": ["linear_attention", "full_attention"] * (layers // 2)}
+    kinds = of_granite if model_type == "granitemoehybrid" else {}
     model = toy_model(model_type, vocab_size=entry.config["vocab_size"], num_hidden_layers=layers, **kinds)
     for layer in read_structure(model).moe_layers:
         for name, parameter in model.get_submodule(layer.router).named_parameters():
