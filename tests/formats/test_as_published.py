@@ -21,7 +21,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.models.hub.key_mapping import key_mappings
 from moetune.planning.predict import predict
 from tests.memory.trace.test_loading import load
-from tests.published import write_floats, write_int4, write_nvfp4
+from tests.published import write_4bit, write_floats, write_int4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
 from tests.resolved import build, write_quantized_base
 from tests.toys import toy_config
@@ -214,6 +214,57 @@ def test_tensors_that_disagree_with_the_settings_are_named(
     save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=says):
         built(folder, {"router": "all"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        (
+            "gptq",
+            ('"desc_act": true', '"desc_act": false'),
+            r"in another layout and config.json says int4-g32; set mod",
+        ),
+        (
+            "row",
+            ('"strategy": "channel"', '"strategy": "tensor"'),
+            r"in another layout and config.json says fp8-tensor",
+        ),
+        (
+            "awq",
+            ('"group_size": 32', '"group_size": "32"'),
+            r'is not read: "bits": 4, "group_size": "32", "version": "gemm"; of',
+        ),
+        (
+            "compressed-tensors",
+            ('"num_bits": 4', '"num_bits": 8'),
+            r'is not read: "format": "pack-quantized", "num_bits": 8, "type": "int"',
+        ),
+    ],
+)
+def test_settings_that_disagree_with_all_tensors_are_named(
+    kind: str, settings: tuple[str, str], says: str, tmp_path: Path
+) -> None:
+    """They are not followed by quantizing all tensors anew."""
+    folder = KINDS[kind][1](tmp_path)
+    file = folder / "config.json"
+    file.write_text(file.read_text(encoding="utf-8").replace(*settings), encoding="utf-8")
+    with pytest.raises(UserError, match=says):
+        built(folder, {"router": "all"})
+
+
+@pytest.mark.parametrize("part", ["absmax", "quant_map", "nested_absmax", "nested_quant_map"])
+def test_a_missing_part_of_4_bits_is_named(part: str, tmp_path: Path) -> None:
+    file = write_4bit(tmp_path, "qwen3_moe") / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if k != f"{UP}.weight.{part}"}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"{UP}.weight' .* do not fit together"):
+        built(tmp_path, {"router": "all"})
+
+
+def test_names_of_a_wrapper_are_named(tmp_path: Path) -> None:
+    file = KINDS["awq"][1](tmp_path) / "model.safetensors"
+    save_file({f"module.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"'module' in its names is of a wrapper"):
+        built(tmp_path, {"router": "all"})
 
 
 @pytest.mark.parametrize("storage", ["int4-g32", "int4-g128-order", "int4-row"])
