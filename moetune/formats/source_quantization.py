@@ -43,9 +43,7 @@ _CHANGES_WEIGHTS = re.compile(
 )
 """Settings by which a weight is not what its code and its scale say, codes are packed otherwise, or experts are in
 another format (MiniMax-M3.1's)."""
-_OF_ACTIVATIONS = (
-    "activation_scheme", "activation_scale_ub", "input_activations", "output_activations", "quant_algo",
-)  # fmt: skip
+_OF_ACTIVATIONS = ("activation_scheme", "activation_scale_ub", "input_activations", "output_activations", "quant_algo")
 """Settings of quantized activations: transformers', compressed-tensors' and ModelOpt's."""
 SAVE_AGAIN = (
     "if save_pretrained wrote this from a model loaded with dequantize=True, save it again with "

@@ -1,6 +1,5 @@
 """`FORMATS`: the table of all formats; `quantization_of`: that of a published checkpoint."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,10 +30,8 @@ FORMATS: dict[Storage, Format] = {format.name: format for format in _FORMATS}
 """Value of `model.base` -> the format; of NF4 that with double quantization."""
 
 
-_DECIDE = re.compile(
-    r'"(?:\w*bits|\w*type|strategy|actorder|\w*group_size|version|\w*format|fmt|load_in_8bit)": (?!null)[^][{},]+'
-)
-"""Settings, as JSON, that a refusal of a format names."""
+_DECIDE = re.compile(r"'(?:\w*bits|\w*type|strategy|\w*group_size|version|\w*format|fmt)': (?!None)[^][{},]+")
+"""Settings, as Python prints them, that a refusal of a format names."""
 
 
 def format_of(storage: Storage, double_quant: bool) -> Format:
@@ -73,6 +70,6 @@ def _quantization(key: str, raw: Any) -> SourceQuantization:
         return SourceQuantization(f"{name} with {setting}", is_read=False)
     of_formats = (format.published(name, settings) for format in FORMATS.values())
     unread = " ".join(filter(None, (name, str(settings.get("quant_algo") or ""))))  # ModelOpt's algorithm
-    told = ", ".join(first_of([*dict.fromkeys(_DECIDE.findall(json.dumps(settings, default=str)))]))
+    told = ", ".join(first_of([*dict.fromkeys(_DECIDE.findall(str(settings)))]))
     how = next(filter(None, of_formats), SourceQuantization(unread, is_read=False, told=told))
     return replace(how, has_activations=has_activations(settings))

@@ -25,9 +25,7 @@ from moetune.tensor_files import NAMES, Stored
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Safetensors dtypes that a tensor of weights may have if it is not in a quantized format."""
-_WRAPPER = re.compile(
-    r"(?:^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model|base_layer)\."
-)
+_WRAPPER = re.compile(r"(?:^|\.)(module|_orig_mod|_\w+_wrapped_module|base_model\.model|base_layer)\.")
 """Parts that wrappers of a model or a module put into names: DDP, torch.compile, FSDP, checkpointing, PEFT."""
 
 
@@ -74,10 +72,8 @@ class CheckpointReader:
         with reading(f"the weights of {name!r} in {str(folder)!r}"):
             is_half_packed = any(key.endswith(("_blocks", "_scale_inv")) for key in self._stored)
             remedy = SAVE_AGAIN if is_half_packed else ""
-            if wrapped := next(filter(None, map(_WRAPPER.search, self._stored)), None):
-                remedy = (
-                    f"{wrapped[1]!r} in its names is of a wrapper: save the model without it, or rename the tensors"
-                )
+            for part in sorted({match[1] for match in map(_WRAPPER.search, self._stored) if match}):
+                remedy = f"{part!r} in its names is of a wrapper: save the model without it, or rename them"
             refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name, remedy)
 
     def read_all(self, model: PreTrainedModel) -> None:
