@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import peft
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
-from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, StrictBool, ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -69,7 +69,7 @@ class Scales(BaseModel):
     rank_pattern: dict[Expression, Rank] | None = None
     alpha_pattern: dict[Expression, Alpha] | None = None
     target_parameters: tuple[str, ...] | None = None
-    use_rslora: bool | None = None
+    use_rslora: StrictBool | None = None
 
     def of(self, target: str, rank: int) -> float:
         """Return what PEFT multiplies B·A of this rank by: alpha / rank, or alpha / √rank with `use_rslora`.
@@ -209,11 +209,11 @@ def open_adapter(folder: Path) -> StoredAdapter:
     if not_plain := beyond_plain(settings):
         raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(not_plain)}")
     # beside a module that it saves whole, PEFT may store the one that it replaces, and the saved one by a second name
-    named = {
-        _OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)).replace(".modules_to_save.", "."): tensor
-        for name, tensor in tensors.items()
-        if ".original_module." not in name
-    }
+    named: dict[str, Tensor] = {}
+    for name in (name for name in tensors if ".original_module." not in name):
+        plain = _OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)).replace(".modules_to_save.", ".")
+        if not named.setdefault(plain, tensors[name]).equal(tensors[name]):
+            raise UserError(f"adapter {str(folder)!r} holds {plain} twice, with two values: keep {name} or the other")
     return StoredAdapter(folder, settings, named, scales, _record(folder))
 
 

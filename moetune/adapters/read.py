@@ -170,6 +170,11 @@ class _Reader:
             else:
                 is_frozen = ".base_layer." in name and plain.rpartition(".")[0] in with_factors
                 (self.parsed.frozen if is_frozen else self.saved)[plain] = tensor
+        for saved in self.stored.settings.get("modules_to_save") or ():
+            if any(f".{saved}." in f".{name}" for name in parameters) and not any(
+                f"{saved}." in name for name in whole
+            ):
+                self.parsed.wrong.append(f"{saved}: is in modules_to_save of adapter_config.json, and not in the file")
         return halves
 
     def _sort(self, module: str, half: Mapping[str, Tensor]) -> None:
@@ -185,13 +190,14 @@ class _Reader:
                 return
             self.is_apart |= expert is not None
             for factor, tensor in half.items():
-                self.roles[layer.experts][role][factor][expert] = tensor
+                if self.roles[layer.experts][role][factor].setdefault(expert, tensor) is not tensor:
+                    unread.append(f"{module}: is there twice, under two names")
             self.named.setdefault((layer.experts, role), module)
         elif len(half) < 2:
             unread.append(f"{module}: lora_{'B' if 'A' in half else 'A'} is missing")
         elif (moe_layer := base.experts(inner)) is not None:
             self.slots[moe_layer.experts][module.count(".base_layer")] = inner, half["A"], half["B"]
-        elif (path := base.linear(module)) is not None:
+        elif (path := base.linear(module)) is not None and path not in self.linears:
             info, A, B = base.structure.lora_layers()[path], half["A"], half["B"]
             if A.ndim == B.ndim == 2 and (A.shape[1], *B.shape) == (info.in_features, info.out_features, len(A)):
                 self.linears[path] = self._factors(module, A, B)
@@ -201,7 +207,7 @@ class _Reader:
                     f"{info.out_features}"
                 )
         else:
-            unread.append(f"{module}: has factors, and {base.name!r} has no such layer")
+            unread.append(f"{module}: has factors, and {base.name!r} has no such layer, or has it once")
 
     def _factors(self, target: str, A: Tensor, B: Tensor) -> Factors:
         """Return factors with the scale that the settings give `target`, in a file of moetune's own without the ranks

@@ -44,6 +44,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _number(loader: Any, n: yaml.ScalarNode) -> Any:
+    """Return a number; as text what only YAML 1.1 reads as one: 1:30, which it takes for 90, and 010, for 8."""
+    return n.value if re.search(r":|^[-+]?0\d", n.value) else yaml.SafeLoader.yaml_constructors[n.tag](loader, n)
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _UniqueKeyLoader.add_constructor(_tag, _number)
+
+
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and validate a run file of at most 64 KiB, with `section.key=value` overrides, applied in order.
 

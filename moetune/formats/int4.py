@@ -147,7 +147,7 @@ _Kind = tuple[str, tuple[str, ...], tuple[str, ...]]
 
 def _name(size: Any, ordered: bool = False) -> str:
     """Return the value of `model.base` for groups of `size` columns, -1 or None for one group a row."""
-    return f"int4-{'row' if size in (-1, None) else f'g{size}'}{'-order' if ordered else ''}"
+    return f"int4-{'row' if size in (-1, None) else f'g{size!r}'}{'-order' if ordered else ''}"
 
 
 def _pack_quantized(settings: Settings) -> _Kind | None:

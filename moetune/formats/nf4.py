@@ -77,8 +77,9 @@ class BitsAndBytes(Quantized):
         weight, state = parts[""], unpack_tensor_to_dict(of_state[0].rows())
         if not math.isfinite(state.get("nested_offset", 0.0)):
             refuse_value(of_state[0].name, of_state[0].file)
-        shape = tuple(state["shape"])
-        require(weight.nbytes == -(-math.prod(shape) // 2), parts)
+        shape, nested = tuple(state["shape"]), ("nested_absmax", "nested_quant_map")
+        needed = {"absmax", "quant_map", *(nested if "nested_blocksize" in state else ())}
+        require(parts.keys() >= needed and weight.nbytes == -(-math.prod(shape) // 2), parts)
         return cls(weight.file, NAMES[getattr(torch, state["dtype"])], shape, 0, parts, state)
 
     def blocks(self) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import product
@@ -43,7 +43,7 @@ _CHANGES_WEIGHTS = re.compile(
 )
 """Settings by which a weight is not what its code and its scale say, codes are packed otherwise, or experts are in
 another format (MiniMax-M3.1's)."""
-_OF_ACTIVATIONS = ("activation_scheme", "activation_scale_ub", "input_activations", "quant_algo")
+_OF_ACTIVATIONS = ("activation_scheme", "activation_scale_ub", "input_activations", "output_activations", "quant_algo")
 """Settings of quantized activations: transformers', compressed-tensors' and ModelOpt's."""
 SAVE_AGAIN = (
     "if save_pretrained wrote this from a model loaded with dequantize=True, save it again with "
@@ -69,6 +69,7 @@ class SourceQuantization:
         has_activations: whether it is published for activations that are quantized too, which those of training are
             not.
         among: the format in which the others are published; None for `base`.
+        told: if the format is not read, the settings that decide it, for messages.
     """
 
     method: str = ""
@@ -80,6 +81,7 @@ class SourceQuantization:
     left_out: tuple[str, ...] = ()
     has_activations: bool = False
     among: Storage | None = None
+    told: str = field(default="", compare=False)
 
     def settle(self, config: ModelConfig) -> ModelConfig:
         """Return the `model:` section with `base: auto` replaced by a storage, and `double_quant` by the checkpoint's.

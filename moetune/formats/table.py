@@ -1,5 +1,6 @@
 """`FORMATS`: the table of all formats; `quantization_of`: that of a published checkpoint."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from moetune.config.schema import Storage
-from moetune.errors import UserError, shown
+from moetune.errors import UserError, first_of, shown
 from moetune.formats.base import Format
 from moetune.formats.fp8 import FORMATS_OF_FP8
 from moetune.formats.int4 import FORMATS_OF_INT4
@@ -27,6 +28,10 @@ from moetune.formats.source_quantization import (
 _FORMATS = (Nf4(), Int8(), *FORMATS_OF_FP8, Nvfp4(), Mxfp4(), *FORMATS_OF_INT4, *PLAIN)
 FORMATS: dict[Storage, Format] = {format.name: format for format in _FORMATS}
 """Value of `model.base` -> the format; of NF4 that with double quantization."""
+
+
+_DECIDE = re.compile(r"'(?:\w*bits|\w*type|strategy|\w*group_size|version|\w*format|fmt)': (?!None)[^][{},]+")
+"""Settings, as Python prints them, that a refusal of a format names."""
 
 
 def format_of(storage: Storage, double_quant: bool) -> Format:
@@ -65,5 +70,6 @@ def _quantization(key: str, raw: Any) -> SourceQuantization:
         return SourceQuantization(f"{name} with {setting}", is_read=False)
     of_formats = (format.published(name, settings) for format in FORMATS.values())
     unread = " ".join(filter(None, (name, str(settings.get("quant_algo") or ""))))  # ModelOpt's algorithm
-    how = next(filter(None, of_formats), SourceQuantization(unread, is_read=False))
+    told = ", ".join(first_of([*dict.fromkeys(_DECIDE.findall(str(settings)))]))
+    how = next(filter(None, of_formats), SourceQuantization(unread, is_read=False, told=told))
     return replace(how, has_activations=has_activations(settings))

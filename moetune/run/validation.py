@@ -56,10 +56,10 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
     would keep its 4-bit format, but `double_quant` in the `model:` section differs from the checkpoint's."""
     if not published.is_read and model.weights == "pretrained":
         yield (
-            f"model.path: {model.path!r} is already quantized ({published.method}) in a way that is not read; of such "
-            "checkpoints MXFP4, NVFP4, FP8, MXFP8, 4 bits of bitsandbytes, and INT4 of compressed-tensors, GPTQ, AWQ "
-            "and AutoRound with 32, 64, 128 or all weights of a row to a scale are; give one of these, or a bf16 "
-            "checkpoint of this model"
+            f"model.path: {model.path!r} is already quantized ({published.method}) in a way that is not read"
+            f"{published.told and ': '}{published.told}; of such checkpoints MXFP4, NVFP4, FP8, MXFP8, 4 bits of "
+            "bitsandbytes, and INT4 of compressed-tensors, GPTQ, AWQ and AutoRound with 32, 64, 128 or all weights of "
+            "a row to a scale are; give one of these, or a bf16 checkpoint of this model"
         )
     kept = model.default_base == "auto" and "double_quant" in model.model_fields_set
     if kept and published.method == "bitsandbytes" and model.double_quant != published.double_quant:

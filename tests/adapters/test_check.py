@@ -74,6 +74,10 @@ def rename(old: str, new: str) -> Change:
     return change
 
 
+def copy(old: str, new: str) -> Change:
+    return lambda tensors, _: tensors.update({k.replace(old, new): v.clone() for k, v in tensors.items() if old in k})
+
+
 def drop(part: str) -> Change:
     def change(tensors: dict[str, Tensor], _: object) -> None:
         for name in [name for name in tensors if part in name]:
@@ -99,6 +103,9 @@ IGNORED: dict[str, tuple[str, Change, str]] = {
         r"embed_tokens\.weight: is \[98, 32\], and that of 'mixtral' is \[96, 32\]; give the base",
     ),
     "a rank that is not said": ("per-expert", say(r=2), r"have rank 3, and adapter_config\.json says 2"),
+    "a module that was saved apart": ("peft", say(modules_to_save=["lm_head"]), "lm_head: is in modules_to_save"),
+    "an expert under two names": ("per-expert", copy("experts.3.w1.", "experts.3.gate_proj."), "3.*is there twice"),
+    "a layer under two names": ("peft", copy("model.layers.0", "model.language_model.layers.0"), "or has it once"),
     "a pattern of another layer": ("peft", say(rank_pattern={"down_proj": 2}), r"down_proj.* says 2"),
 }
 

@@ -40,11 +40,14 @@ def write(folder: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
 def test_tensors_that_are_not_read(tensor: Tensor, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         open_adapter(write(tmp_path, {NAME: tensor}))
+    with pytest.raises(UserError, match=r"holds q_proj\.lora_A\.weight twice, with two values"):
+        open_adapter(write(tmp_path, {NAME.replace("_A.", "_A.default."): torch.zeros(2, 3)}))
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"use_rslora": "false"}, "use_rslora: 'false': Input should be a valid boolean"),
         *(({"peft_type": kind}, f"peft_type is '{kind}', not LORA") for kind in ("VERA", "IA3", "ADALORA")),
         *(
             ({key: value}, f"not plain LoRA: {key}: ")

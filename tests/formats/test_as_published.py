@@ -21,7 +21,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.models.hub.key_mapping import key_mappings
 from moetune.planning.predict import predict
 from tests.memory.trace.test_loading import load
-from tests.published import write_floats, write_int4, write_nvfp4
+from tests.published import write_4bit, write_floats, write_int4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
 from tests.resolved import build, write_quantized_base
 from tests.toys import toy_config
@@ -202,6 +202,8 @@ UP = "model.layers.0.mlp.experts.1.up_proj"
             rf"{UP}.weight' .* do not fit together",
         ),
         ("tensor", {f"{UP}.weight": torch.ones(2, 64, 64).to(torch.float8_e4m3fn)}, rf"{UP}.weight' .* a stack of mat"),
+        ("4bit", {f"{UP}.weight.absmax": None}, rf"{UP}.weight' .* do not fit together"),
+        ("4bit", {f"{UP}.weight.nested_quant_map": None}, rf"{UP}.weight' .* do not fit together"),
         ("nvfp4", {f"{UP}.weight_global_scale": torch.zeros(1)}, rf"{UP}.weight_global_scale holds a scale that is 0"),
     ],
 )
@@ -209,11 +211,55 @@ def test_tensors_that_disagree_with_the_settings_are_named(
     kind: str, changes: dict[str, Tensor | None], says: str, tmp_path: Path
 ) -> None:
     write = partial(write_nvfp4, model_type="qwen3_moe", producer="compressed-tensors", hidden_size=64)
-    folder = (write if kind == "nvfp4" else KINDS[kind][1])(tmp_path, moe_intermediate_size=64)
+    by_kind = {"nvfp4": write, "4bit": partial(write_4bit, model_type="qwen3_moe")}
+    folder = (by_kind.get(kind) or KINDS[kind][1])(tmp_path, moe_intermediate_size=64)
     tensors = load_file(folder / "model.safetensors") | changes
     save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=says):
         built(folder, {"router": "all"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        (
+            "gptq",
+            ('"desc_act": true', '"desc_act": false'),
+            r"in another layout and config.json says int4-g32; set mod",
+        ),
+        (
+            "row",
+            ('"strategy": "channel"', '"strategy": "tensor"'),
+            r"in another layout and config.json says fp8-tensor",
+        ),
+        (
+            "awq",
+            ('"group_size": 32', '"group_size": "32"'),
+            r"is not read: 'bits': 4, 'group_size': '32', 'version': 'gemm'; of",
+        ),
+        (
+            "compressed-tensors",
+            ('"num_bits": 4', '"num_bits": 8'),
+            r"is not read: 'format': 'pack-quantized', 'num_bits': 8, 'type': 'int'",
+        ),
+    ],
+)
+def test_settings_that_disagree_with_all_tensors_are_named(
+    kind: str, settings: tuple[str, str], says: str, tmp_path: Path
+) -> None:
+    """They are not followed by quantizing all tensors anew."""
+    folder = KINDS[kind][1](tmp_path)
+    file = folder / "config.json"
+    file.write_text(file.read_text(encoding="utf-8").replace(*settings), encoding="utf-8")
+    with pytest.raises(UserError, match=says):
+        built(folder, {"router": "all"})
+
+
+def test_names_of_a_wrapper_are_named(tmp_path: Path) -> None:
+    file = KINDS["awq"][1](tmp_path) / "model.safetensors"
+    save_file({f"module.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"'module' in its names is of a wrapper"):
+        built(tmp_path, {"router": "all"})
 
 
 @pytest.mark.parametrize("storage", ["int4-g32", "int4-g128-order", "int4-row"])

@@ -1,5 +1,6 @@
 """Read a Hugging Face checkpoint, 16-bit or quantized, into a model."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from moetune.tensor_files import NAMES, Stored
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Safetensors dtypes that a tensor of weights may have if it is not in a quantized format."""
+_WRAPPER = re.compile(r"(?:^|\.)(module|_orig_mod|_\w+_wrapped_module|base_model\.model|base_layer)\.")
+"""Parts that wrappers of a model or a module put into names: DDP, torch.compile, FSDP, checkpointing, PEFT."""
 
 
 class CheckpointReader:
@@ -39,6 +42,7 @@ class CheckpointReader:
         plain: the model as transformers builds it, on the meta device; `name` is its name in messages.
         target: stores the tensors in the model that is loaded.
         tensors: the checkpoint's tensors by name; None for those in `folder`.
+        published: the value of `model.base` that keeps the format which config.json says; None if none does.
     """
 
     def __init__(
@@ -48,8 +52,9 @@ class CheckpointReader:
         name: str,
         target: LoadTarget,
         tensors: Mapping[str, Stored] | None = None,
+        published: object = None,
     ) -> None:
-        self._target = target
+        self._target, self._published = target, published
         self._stored = {
             key: replace(stored, dtype=NAMES[target.dtype]) if isinstance(stored, Quantized) else stored
             for key, stored in (open_checkpoint(folder) if tensors is None else tensors).items()
@@ -67,6 +72,8 @@ class CheckpointReader:
         with reading(f"the weights of {name!r} in {str(folder)!r}"):
             is_half_packed = any(key.endswith(("_blocks", "_scale_inv")) for key in self._stored)
             remedy = SAVE_AGAIN if is_half_packed else ""
+            for part in sorted({match[1] for match in map(_WRAPPER.search, self._stored) if match}):
+                remedy = f"{part!r} in its names is of a wrapper: save the model without it, or rename them"
             refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name, remedy)
 
     def read_all(self, model: PreTrainedModel) -> None:
@@ -206,9 +213,10 @@ class CheckpointReader:
                 elif len(stored.shape) == 2:
                     unlike.append((key, format.name))
         for key, storage in unlike:
-            if storage in kept:
+            if storage in kept or storage == self._published:
                 kind = "in another layout" if isinstance(self._stored[key], Quantized) else self._stored[key].dtype
-                yield f"{key} is {kind} and others are {storage}; set model.base: nf4 to quantize all anew"
+                told = f"others are {storage}" if storage in kept else f"config.json says {storage}"
+                yield f"{key} is {kind} and {told}; set model.base: nf4 to quantize all anew"
 
     def _misfits_apart(self, layer: MoeLayer, mapping: KeyMapping, expected: list[int]) -> Iterator[str]:
         name, count = mapping.parameter, layer.shape.num_experts
@@ -250,7 +258,8 @@ def read_published(target: LoadTarget, model: ResolvedModel) -> None:
             f"the weights of {model.source.name!r} hold an LM head of their own, although config.json ties it to the "
             "embedding (tie_word_embeddings); they are on this machine now: run the command again"
         )
-    CheckpointReader(folder, model.plain, model.source.name, target).read_all(target.model)
+    published = model.source.quantization.base
+    CheckpointReader(folder, model.plain, model.source.name, target, published=published).read_all(target.model)
     finish_reading(target.model, folder)
 
 

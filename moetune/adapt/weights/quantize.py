@@ -58,7 +58,8 @@ def quantize(
     out, folder = expanded(out), model.source.weights()
     refuse_unfit(out, overwrite, kind=KIND)
     target = target_of(model, torch.device(this_device()), on_read)
-    reader = CheckpointReader(folder, model.plain, model.source.name, target)  # refuses what does not fit the model
+    # refuses what does not fit the model
+    reader = CheckpointReader(folder, model.plain, model.source.name, target, None, model.source.quantization.base)
     plan = quantized_base.plan(model, folder, weight_files(folder))
     with new_folder(out, overwrite, kind=KIND, task=plan) as new, taking_fingerprint(folder) as taken:
         quantized_base.begin(new, folder, target.layers)

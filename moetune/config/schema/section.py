@@ -1,14 +1,26 @@
 """`Section`, the base of every section: immutable, without unknown keys."""
 
+import re
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationInfo, field_validator
+
+_NUMBERS = re.compile(r"(?!.*(?:bool|Literal|\bstr \||\| str\b)).*\b(?:int|float)\b")
+"""Pattern of the types of fields that hold numbers and no words: those have checks of their own."""
 
 
 class Section(BaseModel):
     """A section of the run file: an immutable pydantic model that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_boolean(cls, value: Any, info: ValidationInfo) -> Any:
+        """Return a value unchanged; raise `ValueError` for true and false where a number belongs, which are 1 and 0."""
+        if isinstance(value, bool) and _NUMBERS.match(str(cls.model_fields[str(info.field_name)].annotation)):
+            raise ValueError(f"{value} is no number; yes, no, on and off are true and false in YAML")
+        return value
 
     def but(self, **changes: Any) -> Self:
         """Return a copy with some values changed; nothing is validated.

@@ -73,7 +73,7 @@ def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:
     messages = record.get("messages")
     if messages is not None:
         is_sharegpt = (
-            isinstance(messages, list) and messages and isinstance(messages[0], dict) and "from" in messages[0]
+            isinstance(messages, list) and messages and isinstance(messages[0], dict) and messages[0].get("from")
         )
         return _renamed(record, {"messages": "conversations"}) if is_sharegpt else record
     if isinstance(record.get("conversation"), list) and record.get("conversations") is None:
@@ -177,12 +177,14 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
     for number, turn in enumerate(checked_list(record["conversations"], "conversations"), 1):
         if not isinstance(turn, dict):
             raise MalformedError(f"turn {number} is {kind(turn)}, not an object with from and value")
-        speaker = turn.get("from", turn.get("role"))
+        speaker = turn.get("from") or turn.get("role")
         if speaker is None:
             raise MalformedError(f"turn {number} holds {', '.join(turn) or 'nothing'}, and no from or role")
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             raise MalformedError(f"turn {number}: unknown speaker {speaker!r}; it may be {', '.join(_SPEAKERS)}")
-        said = turn.get("value", turn.get("content"))
+        said = turn["value"] if turn.get("value") is not None else turn.get("content")
+        if turn.get("content") not in (None, said):
+            raise MalformedError(f"turn {number} has one text as value and another as content; keep one of them")
         message = {"role": _SPEAKERS[speaker], "content": said}
         if speaker in _CALLERS:
             thought, mark, calls = said.rpartition("</think>") if isinstance(said, str) else ("", "", said)

@@ -54,9 +54,13 @@ def format_of(record: dict[str, Any]) -> Format:
         if all(record.get(key) is not None for key in keys):
             return format
     raise MalformedError(
-        f"it holds {', '.join(record) or 'nothing'}; a record needs 'text', 'prompt' and 'completion', 'messages', "
+        f"it holds {_held(record)}; a record needs 'text', 'prompt' and 'completion', 'messages', "
         "'instruction' and 'output' (Alpaca), or 'conversations' (ShareGPT)"
     )
+
+
+def _held(record: dict[str, Any]) -> str:
+    return ", ".join(key or repr(key) for key, value in record.items() if value is not None) or "nothing"
 
 
 class Encoder:
@@ -93,10 +97,9 @@ class Encoder:
         """
         missing = [key for key in KEYS[self.format] if record.get(key) is None]
         if missing:
-            held = ", ".join(key for key, value in record.items() if value is not None)
-            raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {held or 'nothing'}")
+            raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {_held(record)}")
         read = (*KEYS[self.format], *_ALSO.get(self.format, ()))
-        self.unread.update(key for key in record.keys() - read if record[key] not in (None, "", [], {}))
+        self.unread.update(key or repr(key) for key in record.keys() - read if record[key] not in (None, "", [], {}))
         if self.format == "sharegpt":
             record = sharegpt_chat(record)
         elif self.format == "alpaca":

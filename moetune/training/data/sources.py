@@ -166,8 +166,8 @@ def _file_source(name: str, path: Path, split: str | None, held_out: bool, note:
     ending = type_of(path.name)
     if ending not in READABLE:
         raise UserError(
-            f"{name!r}: files ending in {path.suffix!r} are not read; use {', '.join(READABLE)}, which may be "
-            f"compressed ({', '.join(COMPRESSED)})"
+            f"{name!r}: files ending in {ending or path.suffix!r} are not read; use {', '.join(READABLE)}, which may "
+            f"be compressed ({', '.join(COMPRESSED)})"
         )
     try:
         opened(path, name).close()

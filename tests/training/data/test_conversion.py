@@ -122,6 +122,11 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ({"label": False, **PLAIN}, "docs/guides/preferences.md"),
         ({"instruction": "hi", "output": "no", "kto_tag": False}, "kto_tag is false"),
         ({"conversation": [{"human": "hi", "assistant": "yes"}]}, "turn 1 holds human, assistant, and no from or role"),
+        (
+            {"conversation": [{"from": "human", "value": "a", "content": "b"}]},
+            "turn 1 has one text as value and another",
+        ),
+        ({"messages": None, "prompt": "hi", "completion": None}, "it holds prompt; a record needs"),
         ({"messages": [{"author": "user", "content": "hi"}]}, "message 1 holds author, content, and no role"),
         ({"images": ["a.png"], **PLAIN}, "it holds images, and only text is read"),
         ({"question": "hi", "answer": "yes", "image": "a.png"}, "it holds image,"),

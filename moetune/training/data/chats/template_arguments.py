@@ -112,13 +112,15 @@ def with_arguments(template: str, arguments: Mapping[str, Any]) -> str:
         return template
     known = reads(template)
     problems = []
-    for name in arguments:
+    for name, value in arguments.items():
         if name in known.reserved or name.endswith("_token"):
             problems.append(f"data.template.{name}: it comes from the records or the tokenizer; leave it out")
         elif name not in known.arguments:
             names = f" It reads {', '.join(sorted(known.arguments)) or 'none'}."
             near = suggest(name, known.arguments) or names
             problems.append(f"data.template.{name}: the chat template reads no argument of this name.{near}")
+        elif str(value).lower() in ("true", "false") and isinstance(value, str) and value not in known.words:
+            problems.append(f"data.template.{name}: {value!r} is text, and any text is true; write {value.lower()}")
     if problems:
         raise UserError("\n".join(problems))
     lines = (f"{{% set {name} = {name} if {name} is defined else {value!r} %}}\n" for name, value in arguments.items())

@@ -100,6 +100,7 @@ def test_values_arrive_as_they_are(value: Any) -> None:
     [
         ({"enable_thinkin": False}, ("data.template.enable_thinkin", "'enable_thinking'")),
         ({"zzz": 1}, ("data.template.zzz", "It reads enable_thinking")),
+        ({"enable_thinking": "False"}, ("data.template.enable_thinking: 'False' is text", "write false")),
         ({"messages": []}, ("data.template.messages", "leave it out")),
         ({"bos_token": "x"}, ("data.template.bos_token", "leave it out")),
         ({"strftime_now": "x"}, ("data.template.strftime_now", "leave it out")),
