@@ -1,6 +1,7 @@
 """Adapted models in TRL's trainers: the reference, arguments from the run file."""
 
 import json
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -111,6 +112,13 @@ def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:
     run = resolve(run)
     _refuse_what_trl_lacks(run)
     config, train = run.config, run.config.train
+    if config.model.dtype == "bf16" and (parts := sorted({*run.parts.values()} - {"lora"})):
+        warnings.warn(
+            f"TRL's optimizers update {' and '.join(parts)} in bf16, without a float32 copy: changes of less than a "
+            "256th of a weight are lost; set model.dtype: fp32, or train with moetune train, which has "
+            "optimizer.master_weights: fp32 and stochastic",
+            stacklevel=2,
+        )
     arguments = {
         "per_device_train_batch_size": train.micro_batch,
         "per_device_eval_batch_size": train.eval_micro_batch or train.micro_batch,

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -317,6 +318,15 @@ def test_settings_that_trl_would_ignore_are_refused_together(toys: Callable[[str
         "model.dtype: fp16", "optimizer.betas, 0.99",
     ):  # fmt: skip
         assert setting in str(refused.value)
+
+
+def test_weights_that_trl_updates_in_16_bits_are_named(toys: Callable[[str], Path]) -> None:
+    in_bf16 = {"dtype": "bf16"}
+    with pytest.warns(UserWarning, match="update experts and router in bf16, without a float32 copy"):
+        trl_arguments(resolve(a_run(toys("mixtral"), ADAPT["experts"], model=in_bf16), "cpu"), "dpo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trl_arguments(resolve(a_run(toys("mixtral"), ADAPT["lora"], model=in_bf16), "cpu"), "dpo")
 
 
 def test_a_trainer_that_is_none(toys: Callable[[str], Path]) -> None:
