@@ -207,7 +207,7 @@ class _Reader:
                     f"{info.out_features}"
                 )
         else:
-            unread.append(f"{module}: has factors, and {base.name!r} has no such layer, or has it once")
+            unread.append(f"{module}: has factors; {'is there twice' if path else f'{base.name!r} has no such layer'}")
 
     def _factors(self, target: str, A: Tensor, B: Tensor) -> Factors:
         """Return factors with the scale that the settings give `target`, in a file of moetune's own without the ranks

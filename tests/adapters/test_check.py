@@ -105,7 +105,7 @@ IGNORED: dict[str, tuple[str, Change, str]] = {
     "a rank that is not said": ("per-expert", say(r=2), r"have rank 3, and adapter_config\.json says 2"),
     "a module that was saved apart": ("peft", say(modules_to_save=["lm_head"]), "lm_head: is in modules_to_save"),
     "an expert under two names": ("per-expert", copy("experts.3.w1.", "experts.3.gate_proj."), "3.*is there twice"),
-    "a layer under two names": ("peft", copy("model.layers.0", "model.language_model.layers.0"), "or has it once"),
+    "a layer under two names": ("peft", copy("model.layers.0", "model.language_model.layers.0"), "is there twice"),
     "a pattern of another layer": ("peft", say(rank_pattern={"down_proj": 2}), r"down_proj.* says 2"),
 }
 
