@@ -10,6 +10,7 @@ from moetune.adapters.factors import Adapter
 from moetune.adapters.files import StoredAdapter
 from moetune.adapters.read import Read, read, unwrapped
 from moetune.adapters.write import PROGRAMS, SERVERS, laid_out
+from moetune.compat.peft import is_targeted
 from moetune.errors import UserError
 from moetune.json_files import Answer
 
@@ -128,6 +129,10 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
         elif program == "llama.cpp":  # it takes lora_alpha / rank of each pair of factors
             wrong = [name for name, factors in adapter.named().items() if factors.scale * factors.rank != alpha]
             misfit = f"it ignores use_rslora and alpha_pattern, and would scale {wrong[0]} wrongly" if wrong else None
+    if misfit is None and program not in SERVERS:
+        linears = (name for name, factors in adapter.named().items() if factors.A.ndim == 2)
+        left_out = [name for name in linears if not is_targeted(stored.settings, name)]
+        misfit = f"it ignores the factors of {left_out[0]}, which its settings leave out" if left_out else None
     return None if misfit is None else f"needs moetune adapter convert --to {program}: {misfit}"
 
 

@@ -1,12 +1,13 @@
-"""PEFT: LoRA layers that compute in their input's dtype, not their factors'; routers."""
+"""PEFT: LoRA layers that compute in their input's dtype, not their factors'; routers; targets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
@@ -17,6 +18,18 @@ class LoraFactor(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.to(x.dtype))
+
+
+_TARGETS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+
+
+def is_targeted(settings: Mapping[str, Any], path: str) -> bool:
+    """Return whether PEFT gives a linear layer the factors that an adapter with these `settings` has for it; it ignores
+    others."""
+    given = {key: settings[key] for key in _TARGETS if settings.get(key) is not None}
+    if given.get("target_modules", "all-linear") == "all-linear":
+        return True
+    return bool(check_target_module_exists(LoraConfig(**given), path))
 
 
 AtOnce = Callable[[nn.Module, Tensor, LoraFactor, LoraFactor, float], Tensor | None]

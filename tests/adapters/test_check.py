@@ -58,6 +58,23 @@ def test_which_programs_read_it_as_it_is(layout: str, tmp_path: Path) -> None:
     assert all("adapter convert --to" in said for said in report.programs.values() if said is not None)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["k_proj", "v_proj", "o_proj"]}, {"target_modules": r".*\.1\.self_attn\..*"},
+        {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "layers_to_transform": [1]},
+        {"exclude_modules": ["layers.0.self_attn.q_proj"]},
+    ],
+)  # fmt: skip
+def test_factors_that_peft_ignores_because_of_the_settings(settings: dict[str, Any], tmp_path: Path) -> None:
+    base = base_of_toy("mixtral")
+    stored = write(tmp_path, make_adapter(base), base, "peft")
+    assert check(stored, base).programs["peft"] is None
+    said = check(replace(stored, settings={**stored.settings, **settings}), base).programs["peft"]
+    assert said is not None
+    assert "it ignores the factors of model.layers.0.self_attn." in said
+
+
 def test_a_program_that_would_not_read_it_is_a_problem_if_asked_for(tmp_path: Path) -> None:
     base = base_of_toy("mixtral")
     stored = write(tmp_path, make_adapter(base), base, "peft")
