@@ -124,7 +124,7 @@ def _size_or(what: str, *words: str, share: float | None = None) -> BeforeValida
         value = str(value) if type(value) is int else value
         is_size = isinstance(value, str) and (value in words or (parse_size(value) or 0) > 0)
         if not is_size and not (share is not None and isinstance(value, float) and 0 < value < share):
-            raise ValueError(f"{shown(value)} is neither {what}")
+            raise ValueError(f"{shown(value)} is {'neither' if ' nor ' in what else 'not'} {what}")
         return value
 
     return BeforeValidator(check)
