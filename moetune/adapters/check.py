@@ -109,6 +109,8 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
     """Return None if the files hold what moetune would write for a program; else the first difference as text."""
     try:
         laid = laid_out(parsed.adapter, base, program)
+        linears = (name for name, factors in parsed.adapter.named().items() if factors.A.ndim == 2)
+        left_out = [name for name in linears if program not in SERVERS and not is_targeted(stored.settings, name)]
     except UserError as error:
         return f"cannot read it: {error}"
     tensors, adapter = stored.tensors, parsed.adapter
@@ -129,10 +131,8 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
         elif program == "llama.cpp":  # it takes lora_alpha / rank of each pair of factors
             wrong = [name for name, factors in adapter.named().items() if factors.scale * factors.rank != alpha]
             misfit = f"it ignores use_rslora and alpha_pattern, and would scale {wrong[0]} wrongly" if wrong else None
-    if misfit is None and program not in SERVERS:
-        linears = (name for name, factors in adapter.named().items() if factors.A.ndim == 2)
-        left_out = [name for name in linears if not is_targeted(stored.settings, name)]
-        misfit = f"it ignores the factors of {left_out[0]}, which its settings leave out" if left_out else None
+    if misfit is None and left_out:
+        misfit = f"it ignores the factors of {left_out[0]}, which its settings leave out"
     return None if misfit is None else f"needs moetune adapter convert --to {program}: {misfit}"
 
 

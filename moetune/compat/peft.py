@@ -1,5 +1,6 @@
 """PEFT: LoRA layers that compute in their input's dtype, not their factors'; routers; targets."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
 
+from moetune.errors import UserError, one_line
+
 
 class LoraFactor(nn.Linear):
     """A low-rank factor whose weight is cast to the dtype of the input in forward."""
@@ -20,16 +23,19 @@ class LoraFactor(nn.Linear):
         return linear(x, self.weight.to(x.dtype))
 
 
-_TARGETS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+_TARGETS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 
 
 def is_targeted(settings: Mapping[str, Any], path: str) -> bool:
     """Return whether PEFT gives a linear layer the factors that an adapter with these `settings` has for it; it ignores
-    others."""
+    others. Raise `UserError` for settings that PEFT refuses."""
     given = {key: settings[key] for key in _TARGETS if settings.get(key) is not None}
-    if given.get("target_modules", "all-linear") == "all-linear":
+    if not given.keys() & {*_TARGETS[:2]} or given.get("target_modules") == "all-linear":
         return True
-    return bool(check_target_module_exists(LoraConfig(**given), path))
+    try:
+        return bool(check_target_module_exists(LoraConfig(**given), path))
+    except (TypeError, ValueError, re.error) as error:
+        raise UserError(one_line(error)) from None
 
 
 AtOnce = Callable[[nn.Module, Tensor, LoraFactor, LoraFactor, float], Tensor | None]

@@ -75,6 +75,17 @@ def test_factors_that_peft_ignores_because_of_the_settings(settings: dict[str, A
     assert "it ignores the factors of model.layers.0.self_attn." in said
 
 
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": "(("}, {"target_modules": ".*", "layers_to_transform": [1]}, {"target_modules": 5}]
+)
+def test_settings_that_peft_refuses(settings: dict[str, Any], tmp_path: Path) -> None:
+    base = base_of_toy("mixtral")
+    stored = write(tmp_path, make_adapter(base), base, "peft")
+    said = check(replace(stored, settings={**stored.settings, **settings}), base).programs["peft"]
+    assert said is not None
+    assert said.startswith("cannot read it: ")
+
+
 def test_a_program_that_would_not_read_it_is_a_problem_if_asked_for(tmp_path: Path) -> None:
     base = base_of_toy("mixtral")
     stored = write(tmp_path, make_adapter(base), base, "peft")
