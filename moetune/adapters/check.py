@@ -11,7 +11,7 @@ from moetune.adapters.files import StoredAdapter
 from moetune.adapters.read import Read, read, unwrapped
 from moetune.adapters.write import PROGRAMS, SERVERS, laid_out
 from moetune.compat.peft import is_targeted
-from moetune.errors import UserError
+from moetune.errors import UserError, one_line
 from moetune.json_files import Answer
 
 MIXED_FORMAT = "--enable-mixed-moe-lora-format"
@@ -111,8 +111,8 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
         laid = laid_out(parsed.adapter, base, program)
         linears = (name for name, factors in parsed.adapter.named().items() if factors.A.ndim == 2)
         left_out = [name for name in linears if program not in SERVERS and not is_targeted(stored.settings, name)]
-    except UserError as error:
-        return f"cannot read it: {error}"
+    except (UserError, ValueError) as error:  # moetune's, and PEFT's of the settings
+        return f"cannot read it: {one_line(error)}"
     tensors, adapter = stored.tensors, parsed.adapter
     if program not in SERVERS:  # PEFT reads the frozen weights that it stores
         tensors = {name: tensor for name, tensor in tensors.items() if unwrapped(name) not in parsed.frozen}

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear
 
-from moetune.errors import UserError, one_line
-
 
 class LoraFactor(nn.Linear):
     """A low-rank factor whose weight is cast to the dtype of the input in forward."""
@@ -28,14 +26,14 @@ _TARGETS = ("target_modules", "target_parameters", "exclude_modules", "layers_to
 
 def is_targeted(settings: Mapping[str, Any], path: str) -> bool:
     """Return whether PEFT gives a linear layer the factors that an adapter with these `settings` has for it; it ignores
-    others. Raise `UserError` for settings that PEFT refuses."""
+    others. Raise `ValueError` for settings that PEFT refuses."""
     given = {key: settings[key] for key in _TARGETS if settings.get(key) is not None}
     if not given.keys() & {*_TARGETS[:2]} or given.get("target_modules") == "all-linear":
         return True
     try:
         return bool(check_target_module_exists(LoraConfig(**given), path))
-    except (TypeError, ValueError, re.error) as error:
-        raise UserError(one_line(error)) from None
+    except (TypeError, re.error) as error:
+        raise ValueError(str(error)) from None
 
 
 AtOnce = Callable[[nn.Module, Tensor, LoraFactor, LoraFactor, float], Tensor | None]
