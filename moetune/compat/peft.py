@@ -30,6 +30,8 @@ def is_targeted(settings: Mapping[str, Any], path: str) -> bool:
     given = {key: settings[key] for key in _TARGETS if settings.get(key) is not None}
     if not given.keys() & {*_TARGETS[:2]} or given.get("target_modules") == "all-linear":
         return True
+    if any(f".{path}.weight".endswith(f".{name}") for name in given.get("target_parameters", [])):
+        return True  # a router that is a module of its own, not an nn.Linear
     try:
         return bool(check_target_module_exists(LoraConfig(**given), path))
     except (TypeError, re.error) as error:
