@@ -43,10 +43,13 @@ def every_layer(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _LastReturned:
-    """Forward hook of the layers that run: `rest` are the last one's outputs after the hidden states, for `LeftOut`.
+    """Forward hook of the layers that run: `rest` are the last one's outputs after the hidden states, for `LeftOut`;
+    `hidden` is what a stage of a pipeline received.
 
-    Tensors are weak references. `rest` is None if that layer returned hidden states alone.
+    Tensors of `rest` are weak references. `rest` is None if that layer returned hidden states alone.
     """
+
+    hidden: Tensor | None = None
 
     def __init__(self) -> None:
         self.rest: tuple[Any, ...] | None = None
@@ -109,12 +112,10 @@ def with_every_layer(model: nn.Module) -> Iterator[None]:
 
 
 class _Received(LeftOut):
-    """Stands before a stage's first layer: returns the hidden states that the stage received (`hidden`)."""
-
-    hidden: Tensor | None = None
+    """Stands before a stage's first layer: returns the hidden states that the stage received."""
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.hidden
+        return self._last.hidden
 
 
 class _Reached(Exception):
@@ -157,32 +158,28 @@ class StageLayers:
     """
 
     def __init__(self, model: PreTrainedModel, layers: range) -> None:
-        self._model, self._swaps, last = model, dict[str, nn.Module](), _LastReturned()
-        self._received: _Received | None = None
-        self.is_last = True
-        for number, (path, layer) in enumerate(every_layer(model).items()):
-            if number == layers.start - 1:
-                self._received = self._swaps[path] = _Received(layer, last)
-            elif number == layers.stop:
-                self._swaps[path], self.is_last = _End(layer, last), False
-            elif number not in layers and not isinstance(layer, LeftOut):
-                self._swaps[path] = LeftOut(layer, last)
+        self._model, self._last, paths = model, _LastReturned(), every_layer(model)
+        self.is_last = layers.stop == len(paths)
+        self._swaps: dict[str, nn.Module] = {}
+        for number, (path, layer) in enumerate(paths.items()):
+            if number == layers.stop:
+                self._swaps[path] = _End(layer, self._last)
+            elif number < layers.start:
+                self._swaps[path] = _Received(layer, self._last)
 
     @contextmanager
     def entered(self, hidden: Tensor | None) -> Iterator[None]:
         """Within the `with` block the model runs this stage alone, on `hidden` in place of the layers before it."""
         before = {path: self._model.get_submodule(path) for path in self._swaps}
         try:
-            if self._received is not None:
-                self._received.hidden = hidden
+            self._last.hidden = hidden
             for path, module in self._swaps.items():
                 self._model.set_submodule(path, module)
             yield
         finally:
             for path, module in before.items():
                 self._model.set_submodule(path, module)
-            if self._received is not None:
-                self._received.hidden = None
+            self._last.hidden = None
 
     def hidden_states(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the hidden states after the last layer of a stage that is not the model's last, or after the final

@@ -6,11 +6,13 @@ more, on uninitialized memory, to infer them. Losses are sums over the whole ste
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moetune.compat.torch import shapes_are_given
 from moetune.errors import UserError
@@ -20,23 +22,14 @@ Forward = Callable[[int, int, tuple[Tensor, ...]], Tensor | tuple[Tensor, ...]]
 """(number of this rank's stage, number of the micro-batch, what the stage before sent) -> what is sent to the next; of
 the last stage a scalar loss."""
 
-_SCHEDULES: dict[str, Any] = {
-    "1f1b": Schedule1F1B,
-    "gpipe": ScheduleGPipe,
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-}
-
 
 class _Module(nn.Module):
     """The stage number `stage` of this rank, which counts its calls: each stage takes the micro-batches in order."""
 
     def __init__(self, stage: int, forward: Forward) -> None:
         super().__init__()
-        self._stage, self._forward, self._number = stage, forward, 0
-
-    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
-        self._number += 1
-        return self._forward(self._stage, self._number - 1, received)
+        numbers = count()
+        self.forward = lambda *received: forward(stage, next(numbers), received)
 
 
 class _Stage(PipelineStage):
@@ -70,32 +63,22 @@ def run_stages(
         UserError: an error of that kind in a stage.
     """
     assert ranks.dense is not None
-    group, count, pp = ranks.dense.get_group("pp"), len(trains_before), ranks.parallel.pp
-    loss = torch.empty((), device="meta")
-    stages = []
+    group, pp, trains = ranks.dense.get_group("pp"), ranks.parallel.pp, around is not None
+    numbers, stages = range(len(trains_before)), list[_Stage]()
 
     def between(number: int) -> tuple[Tensor, ...]:
         """Return what enters a stage, and requires a gradient if anything before it trains."""
         return tuple(torch.empty_like(tensor, requires_grad=trains_before[number]) for tensor in sent)
 
-    for local, number in enumerate(range(ranks.coordinates.pp, count, pp)):
+    for local, number in enumerate(numbers[ranks.coordinates.pp :: pp]):
         received = between(number) if number else ()
-        leaves = loss if number == count - 1 else between(number + 1)
-        stage = _Stage(
-            _Module(local, forward), number, count, device, input_args=received, output_args=leaves, group=group
-        )
-        if around is not None:
-            stage.around = around
-        stages.append(stage)
-    kind = _SCHEDULES[ranks.parallel.schedule]
-    is_multiple = kind is ScheduleInterleaved1F1B
-    trains = around is not None
-    schedule = kind(
-        stages if is_multiple else stages[0],
-        micro_batches,
-        loss_fn=(lambda output, target: output) if trains else None,
-        scale_grads=False,
-    )
+        leaves = between(number + 1) if number < numbers[-1] else torch.empty((), device="meta")
+        module = _Module(local, forward)
+        stages.append(_Stage(module, number, len(numbers), device, received, leaves, group=group))
+        stages[-1].around = around or nullcontext
+    kind: Any = get_schedule_class(ranks.parallel.schedule)
+    loss_fn = (lambda output, target: output) if trains else None
+    schedule = kind(stages if len(stages) > 1 else stages[0], micro_batches, loss_fn=loss_fn, scale_grads=False)
     try:
         with shapes_are_given():
             if trains:

@@ -296,11 +296,10 @@ def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:
 
 def _ranks(report: MemoryReport) -> Table:
     if any(rank.holds for rank in report.ranks):
-        stages = [
-            (f"{numbers}: {rank.holds}" + (f"\non {rank.card.name}" if rank.card else ""), rank)
-            for numbers, rank in alike(report.ranks)
-        ]
-        rows = [(holds, *map(gib, (rank.peak_allocated, rank.peak_process, rank.sent))) for holds, rank in stages]
+        rows = []
+        for numbers, rank in alike(report.ranks):
+            holds = f"{numbers}: {rank.holds}" + (f"\non {rank.card.name}" if rank.card else "")
+            rows.append((holds, *map(gib, (rank.peak_allocated, rank.peak_process, rank.sent))))
         return Table(("rank: its layers", ">allocated", ">process", ">sends a step"), rows)
     rows = [
         (numbers, *map(gib, (rank.peak_allocated, rank.peak_reserved, rank.outside_allocator, rank.peak_process)))

@@ -304,8 +304,6 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
         yield "model.experts_on: host fetches a layer ahead, and stages change direction; set gpu, or parallel.pp: 1"
     if any("host" in kept for kept in run.keeps.values()):
         yield "train.checkpointing: inputs on the host come back in one order, and stages have several; set full"
-    if train.dense_router_gradient:
-        yield "train.dense_router_gradient: it is not tested over the stages of a pipeline; leave it out, or set pp: 1"
     if run.structure.num_layers != len(every_layer(run.model.plain)):
         yield f"parallel.pp: the layers of {run.structure.model_type!r} hold layers themselves; set parallel.pp: 1"
     else:
@@ -340,10 +338,9 @@ def _wrong_stages(stages: Sequence[tuple[int, int]], run: ResolvedRun) -> Iterat
     if firsts[-1] != layers or [first for first, _ in stages] != firsts[:-1]:
         shown_ = ", ".join(f"{first}-{last}" for first, last in stages)
         yield f"parallel.stages: [{shown_}] does not hold each of the layers 0-{layers - 1} once and in order; set auto"
-    least, wanted = 1, f"{parallel.pp}, one for each rank"
-    if parallel.schedule == "interleaved1f1b":
-        least, wanted = 2, f"a multiple of {parallel.pp}, two or more each"
-    if len(stages) != parallel.pp * max(least, stages_a_rank(parallel)):
+    several = parallel.schedule == "interleaved1f1b"
+    if len(stages) % parallel.pp or (len(stages) > parallel.pp) != several:
+        wanted = f"a multiple of {parallel.pp}, two or more each" if several else f"{parallel.pp}, one for each rank"
         yield f"parallel.stages: {len(stages)} stages, and schedule: {parallel.schedule} takes {wanted}"
 
 

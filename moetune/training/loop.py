@@ -21,7 +21,6 @@ from moetune.adapt.build import Adapted
 from moetune.config.schema import TrainConfig
 from moetune.errors import DoesNotFit, UserError
 from moetune.parallel.ranks import local_tensor
-from moetune.run.loss_memory import loss_bytes
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
 from moetune.training.folder import checkpoint, trainer_state
@@ -38,7 +37,6 @@ from moetune.training.reporters import Reporters
 from moetune.training.run_warnings import RunWarnings, refuse_broken_weights
 from moetune.training.step.batch import Batch, Row, collate, collate_evenly, uncounted
 from moetune.training.step.loss import IGNORED
-from moetune.training.step.micro_step import count_loss_tokens, held_out_loss
 from moetune.training.step.observer import Where
 from moetune.training.step.router_losses import RouterWatch
 from moetune.training.step.stepper import Stepper
@@ -211,10 +209,7 @@ class Loop:
         parts = [(rows[at : at + size], counts) for rows, counts in batches for at in range(0, len(rows), size)]
         if self.stepper.takes_all:
             self.where.step, self.where.micro_step, self.where.phase = self.step + 1, 0, "forward"
-            if self.ranks.parallel.pp > 1:
-                made = collate_evenly(parts, size, self.config.train.accumulate, self.collate)
-            else:
-                made = [self._batch(rows, counts) for rows, counts in parts]
+            made = self._collated(parts, size)
             for batch, done in zip(made, self.stepper.micro_steps([*map(self._on_device, made)], tokens), strict=True):
                 sums.add(done, batch["input_ids"].numel(), _unpadded(batch))
             return sums
@@ -224,6 +219,12 @@ class Loop:
             done = self.stepper.micro_step(self._on_device(batch), tokens, last=number == len(parts) - 1)
             sums.add(done, batch["input_ids"].numel(), _unpadded(batch))
         return sums
+
+    def _collated(self, parts: list[tuple[list[Row], bool]], size: int) -> list[dict[str, Any]]:
+        """Return micro-batches that are given to the model together: of a pipeline as many as it needs."""
+        if self.ranks.parallel.pp > 1:
+            return collate_evenly(parts, size, self.config.train.accumulate, self.collate)
+        return [self._batch(rows, counts) for rows, counts in parts]
 
     def _batch(self, rows: list[Row], counts: bool) -> dict[str, Any]:
         batch = self.collate(rows)
@@ -292,19 +293,14 @@ class Loop:
         """
         self.where.step, self.where.phase = self.step, "evaluation"
         model, train, rows = self.adapted.model.eval(), self.config.train, self.data.eval
-        memory = loss_bytes(self.adapted.run, self.micro_batch)
         assert rows is not None
         batches = share(range(len(rows)), train.eval_micro_batch or train.micro_batch, self.ranks)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         at_once = train.accumulate if self.ranks.parallel.pp > 1 else 1  # micro-batches in the pipeline together
         for first in range(0, len(batches), at_once):
             parts = [([rows[index] for index in part.rows], part.counts) for part in batches[first : first + at_once]]
-            if self.ranks.parallel.pp > 1:
-                collated = collate_evenly(parts, len(batches[0].rows), at_once, self.collate)
-                predicted = torch.stack([*map(count_loss_tokens, collated)]).sum().to(self.device)
-                loss = self.ranks.total_over_stages(self.stepper.held_out_loss([*map(self._on_device, collated)]))
-            else:
-                loss, predicted = held_out_loss(model, self._on_device(self._batch(*parts[0])), memory)
+            made = self._collated(parts, len(batches[0].rows))
+            loss, predicted = self.stepper.held_out_loss([*map(self._on_device, made)], self.micro_batch)
             sums += torch.stack([loss.double(), predicted.double()])
         model.train()
         total, tokens = self.ranks.total_over_data(sums).tolist()

@@ -337,10 +337,9 @@ def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None)
         "the file of parallel.deepspeed": deepspeed_json(config) if config.parallel.deepspeed else None,
         "the base": None if base is None else base.fingerprint.content,
         "the version of torch": torch.__version__,
-        "what random weights were drawn": hashlib.sha256(drawn).hexdigest(),
+        # each stage of a pipeline draws its own
+        "what random weights were drawn": hashlib.sha256(drawn).hexdigest() if ranks.parallel.pp == 1 else None,
     }
-    if ranks.parallel.pp > 1:  # each stage draws its own
-        mine["what random weights were drawn"] = None
     for rank, of_rank in enumerate(ranks.gather(mine)):
         for what, value in of_rank.items():
             if value != mine[what]:

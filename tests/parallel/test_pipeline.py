@@ -75,8 +75,10 @@ def assert_same(one: Path, other: Path, last: int) -> None:
 def test_a_pipeline_trains_as_one_process(
     schedule: str, adapt: str, packing: bool, model: Path, data: Path, tmp_path: Path
 ) -> None:
-    """With router losses, clipping, evaluation and, of experts, a last stage in which nothing trains."""
-    sections = BALANCED | {"data": {"train": str(data), "eval": str(data), "packing": packing}}
+    """With router losses, clipping, evaluation and, of experts, a last stage in which nothing trains; of routers, their
+    gradient through all experts."""
+    train = BALANCED["train"] | {"dense_router_gradient": adapt == "router"}
+    sections = {"train": train, "data": {"train": str(data), "eval": str(data), "packing": packing}}
     for name, parallel in (("one", {}), ("two", SCHEDULES[schedule])):
         pipelines.run(pipelines.config_of(model, data, tmp_path / name, adapt, parallel, 5, **sections))
     assert_same(tmp_path / "one", tmp_path / "two", 5)
@@ -366,7 +368,6 @@ def test_micro_batches_in_flight_and_the_bubble() -> None:
             {"hardware": {"gpus": ["rtx-3090", "12GiB"]}},
             r"hardware\.gpus: 2 cards, and parallel\.pp: 1; cards of unlike size go with the stages of a pipeline",
         ),
-        ({"pp": 2}, {"train": {"dense_router_gradient": True}}, r"not tested over the stages of a pipeline"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused_by_name(

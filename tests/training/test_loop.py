@@ -23,11 +23,12 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedRun
-from moetune.training import interrupt, loop, run
+from moetune.training import interrupt, run
 from moetune.training.folder.checkpoint import parts_of
 from moetune.training.folder.run_writer import RunWriter
 from moetune.training.interrupt import Interrupted
 from moetune.training.loop import Loop
+from moetune.training.step import stepper
 from moetune.training.step.stepper import Stepper
 from moetune.watch.ending import ending
 from moetune.watch.memory_record import MemoryRecord
@@ -416,7 +417,7 @@ def test_a_held_out_loss_that_is_not_finite_is_null_and_never_the_best(
     small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, said = iter([1.0, math.nan, 5.0, math.inf, math.nan]), io.StringIO()
-    monkeypatch.setattr(loop, "held_out_loss", lambda *_: (torch.tensor(next(losses)), torch.tensor(1)))
+    monkeypatch.setattr(stepper, "held_out_loss", lambda *_: (torch.tensor(next(losses)), torch.tensor(1)))
     settings = {"steps": 9, "eval_every": 1, "eval_micro_batch": 64, "early_stopping": {"patience": 2}}
     config = small.run_config(small_model, small_data, tmp_path / "run", train=settings, data={"eval": str(small_data)})
     result = train(config, console=Console(file=said, width=500))

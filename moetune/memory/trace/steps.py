@@ -21,13 +21,12 @@ from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.distribute import micro_steps_are_alike
 from moetune.parallel.ranks import local_tensor
-from moetune.run.loss_memory import loss_bytes
 from moetune.run.stages import stages_a_rank
 from moetune.training.optim.offload import HostUpdater
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.optim.updater import Updater
 from moetune.training.step.batch import Batch, collate, random_rows
-from moetune.training.step.micro_step import count_loss_tokens, held_out_loss
+from moetune.training.step.micro_step import count_loss_tokens
 from moetune.training.step.observer import StepObserver
 from moetune.training.step.router_losses import RouterWatch
 from moetune.training.step.stepper import Stepper
@@ -316,10 +315,7 @@ class Steps(Watched):
         batch = self.batch_of(self.held_out_rows)
         tracker.tag(filter(torch.is_tensor, batch.values()), "saved_activations")
         self.adapted.model.eval()
-        if self.config.parallel.pp > 1:
-            self.stepper.held_out_loss([batch] * self.config.train.accumulate)
-        else:
-            held_out_loss(self.adapted.model, batch, loss_bytes(self.adapted.run))
+        self.stepper.held_out_loss([batch] * (self.config.train.accumulate if self.config.parallel.pp > 1 else 1))
         self.adapted.model.train()
 
     def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker, *, last: bool) -> None:

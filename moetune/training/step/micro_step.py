@@ -1,6 +1,6 @@
 """Forward and backward of a micro-batch, with token loss and router losses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from moetune.run.loss_memory import LEAST
 from moetune.training.step.batch import Batch
 from moetune.training.step.lm_head import split
 from moetune.training.step.loss import IGNORED, Chunks, summed_cross_entropy
-from moetune.training.step.router_losses import RouterWatch
+from moetune.training.step.router_losses import RouterWatch, losses_of
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,27 @@ def forward_pass(
     mask = batch.get("is_token", batch.get("attention_mask"))
     with watch.recording(mask, logits=shape_routing) as routed:
         loss = token_loss(model, batch, total_tokens, memory)
-    router_loss = None
-    if shape_routing:
-        balance, z = watch.losses(routed, per_layer=config.router_aux_scope == "layer")
-        share = count_loss_tokens(batch) / total_tokens
-        router_loss = share * (config.router_aux_loss * balance + config.router_z_loss * z)
-    done = MicroStep(loss.detach(), None if router_loss is None else router_loss.detach(), routed.load)
-    return loss if router_loss is None else loss + router_loss, done
+    statistics = watch.statistics(routed) if shape_routing else None
+    return with_router_losses(loss, statistics, batch, total_tokens, config, routed.load)
+
+
+def with_router_losses(
+    loss: Tensor,
+    statistics: Mapping[int, Tensor] | None,
+    batch: Batch,
+    total_tokens: Tensor | int,
+    config: ResolvedTrain,
+    load: dict[int, Tensor],
+) -> tuple[Tensor, MicroStep]:
+    """Return the scalar to run the backward pass of, and the results of a micro-batch, whose token loss is `loss`.
+
+    Args:
+        statistics: of each layer what `RouterWatch.statistics` returns; None without router losses.
+        load: layer index -> tokens that chose each expert, float [E].
+    """
+    if statistics is None:
+        return loss, MicroStep(loss.detach(), None, load)
+    balance, z = losses_of(statistics, per_layer=config.router_aux_scope == "layer")
+    share = count_loss_tokens(batch) / total_tokens
+    router_loss = share * (config.router_aux_loss * balance + config.router_z_loss * z)
+    return loss + router_loss, MicroStep(loss.detach(), router_loss.detach(), load)

@@ -16,8 +16,8 @@ from moetune.models.stack import StageLayers
 from moetune.parallel.pipeline import run_stages
 from moetune.training.step.batch import Batch
 from moetune.training.step.loss import Chunks
-from moetune.training.step.micro_step import MicroStep, count_loss_tokens, token_loss
-from moetune.training.step.router_losses import Routed, RouterWatch, losses_of
+from moetune.training.step.micro_step import MicroStep, token_loss, with_router_losses
+from moetune.training.step.router_losses import Routed, RouterWatch
 
 
 def stages_on(adapted: Adapted) -> list[StageLayers]:
@@ -48,7 +48,7 @@ class Pipeline:
         total_tokens: Tensor | int,
         memory: int | Chunks | None,
         around: Callable[[], AbstractContextManager[None]] | None,
-        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+        scale: float = 1.0,
     ) -> list[MicroStep]:
         """Run forward and backward of all micro-batches; return what this rank knows of each, in order.
 
@@ -59,7 +59,7 @@ class Pipeline:
             total_tokens: what losses are divided by.
             memory: bytes that the logits of a chunk may take.
             around: makes the context manager in which each backward pass runs; None for forward passes only.
-            scale: multiplies a loss before its backward pass.
+            scale: the loss scale, by which a loss is multiplied before its backward pass.
         """
         model, device, train = self._adapted.model, self._adapted.model.device, self._adapted.run.config.train
         shape_routing = bool(train.router_aux_loss or train.router_z_loss) and around is not None
@@ -72,27 +72,21 @@ class Pipeline:
             hidden, statistics = (*received, None, None)[:2]
             with layers.entered(hidden), self._watch.recording(mask, logits=shape_routing) as routed:
                 if layers.is_last:
-                    hidden, loss = None, token_loss(model, batch, total_tokens, memory)
+                    leaves = token_loss(model, batch, total_tokens, memory)
                 else:
                     inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
-                    hidden = layers.hidden_states(inputs)
+                    leaves = layers.hidden_states(inputs)
                     if not self._gets_gradient[stage]:  # checkpointing makes it require one
-                        hidden = hidden.detach()
+                        leaves = leaves.detach()
             done[number].load.update(routed.load)
             if shape_routing:
                 statistics = self._statistics(routed, statistics)
-            if hidden is not None:
-                return (hidden,) if statistics is None else (hidden, statistics)
-            router_loss = None
-            if statistics is not None:
-                of_layers = {n: row[:size] for row, (n, size) in zip(statistics, self._sizes.items(), strict=True)}
-                balance, z = losses_of(of_layers, per_layer=train.router_aux_scope == "layer")
-                share = count_loss_tokens(batch) / total_tokens
-                router_loss = share * (train.router_aux_loss * balance + train.router_z_loss * z)
-            done[number] = MicroStep(
-                loss.detach(), None if router_loss is None else router_loss.detach(), done[number].load
-            )
-            return scale(loss if router_loss is None else loss + router_loss)
+            if not layers.is_last:
+                return (leaves,) if statistics is None else (leaves, statistics)
+            rows = None if statistics is None else zip(self._sizes.items(), statistics, strict=True)
+            of_layers = None if rows is None else {layer: row[:size] for (layer, size), row in rows}
+            loss, done[number] = with_router_losses(leaves, of_layers, batch, total_tokens, train, done[number].load)
+            return loss * scale
 
         rows = batches[0]["input_ids"]
         sent = [torch.empty(*rows.shape, self._width, dtype=self._adapted.run.dtype, device="meta")]

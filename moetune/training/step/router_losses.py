@@ -87,17 +87,13 @@ class RouterWatch:
 
         Args:
             mask: 1 for tokens that count, 0 for padding; any shape with T elements. None if all tokens count.
-            logits: also record the router logits, which `losses` needs.
+            logits: also record the router logits, which `statistics` needs.
         """
         before = self._recording.set(((routed := Routed(mask)), logits))
         try:
             yield routed
         finally:
             self._recording.reset(before)
-
-    def losses(self, routed: Routed, *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
-        """Return `losses_of` the `statistics` of a recording made with `logits=True`."""
-        return losses_of(self.statistics(routed), per_layer=per_layer)
 
     def statistics(self, routed: Routed) -> dict[int, Tensor]:
         """Return layer index -> the numbers that router losses are made of, float32 [2E + 1]: load f [E], mean

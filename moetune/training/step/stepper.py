@@ -35,7 +35,7 @@ from moetune.training.optim.zero import ZeroUpdater
 from moetune.training.step.batch import Batch
 from moetune.training.step.fused import FusedBackward
 from moetune.training.step.layer_by_layer import layer_by_layer
-from moetune.training.step.micro_step import MicroStep, forward_pass, micro_step
+from moetune.training.step.micro_step import MicroStep, count_loss_tokens, forward_pass, held_out_loss, micro_step
 from moetune.training.step.observer import StepObserver
 from moetune.training.step.pipelined import Pipeline
 from moetune.training.step.router_bias import RouterBiases
@@ -167,9 +167,7 @@ class Stepper:
             once = partial(self._layer_by_layer, batches, total_tokens)
             return self._counted(once() if self.fused is None else self._fused_passes(self.fused, once))
         memory = loss_bytes(self.adapted.run, len(batches[0]["input_ids"]))
-        loss_scale = self.loss_scale
-        scale = (lambda loss: loss) if loss_scale is None else (lambda loss: loss * loss_scale.value)
-        return self._counted(self._pipeline.run(batches, total_tokens, memory, self.observer.backward, scale))
+        return self._counted(self._pipeline.run(batches, total_tokens, memory, self.observer.backward, self._scale))
 
     def _layer_by_layer(self, batches: Sequence[Batch], total_tokens: Tensor | int) -> list[MicroStep]:
         """Run the forward passes of micro-batches layer by layer, and one backward pass of all losses."""
@@ -187,12 +185,18 @@ class Stepper:
         return list(done)
 
     @torch.no_grad()
-    def held_out_loss(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the summed token loss of batches of equal shapes over the stages of the pipeline: a scalar, 0 on ranks
-        without the last stage. Every rank of the pipeline must call this."""
-        assert self._pipeline is not None
-        memory = loss_bytes(self.adapted.run, len(batches[0]["input_ids"]))
-        return torch.stack([one.loss for one in self._pipeline.run(batches, 1, memory, None)]).sum()
+    def held_out_loss(self, batches: Sequence[Batch], micro_batch: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return (summed token loss, number of predicted tokens), scalars on the device: of a batch, or of a pipeline,
+        of which every rank must call this, of `train.accumulate` batches of equal shapes.
+
+        `micro_batch` is the number of rows on which `train.loss_memory: auto` depends; None for `train.micro_batch`.
+        """
+        memory = loss_bytes(self.adapted.run, micro_batch)
+        if self._pipeline is None:
+            return held_out_loss(self.adapted.model, batches[0], memory)
+        losses = [done.loss for done in self._pipeline.run(batches, 1, memory, None)]
+        loss = self.adapted.ranks.total_over_stages(torch.stack(losses).sum())
+        return loss, torch.stack([*map(count_loss_tokens, batches)]).sum()
 
     def _fused_passes(self, fused: FusedBackward, once: Callable[[], T]) -> T:
         """Run micro-batches, by `once`, so that their backward pass updates or offloads each parameter of `fused`.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moetune.memory.measurement import measure as measuring
-from moetune.memory.trace import steps
+from moetune.training.step import stepper
 from tests import small
 from tests.resolved import measure
 
@@ -24,7 +24,7 @@ def test_an_evaluation_is_no_part_of_the_speed(
             next(seconds)
 
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    monkeypatch.setattr(steps, "held_out_loss", evaluate)
+    monkeypatch.setattr(stepper, "held_out_loss", evaluate)
     train = {"eval_micro_batch": 4, "micro_batch": 2, "accumulate": 1, "sequence_length": 64}
     config = small.run_config(small_model, small_data, tmp_path, train=train, data={"eval": str(small_data)})
     for number in (1, 2, 3):

@@ -17,7 +17,7 @@ from moetune.run.resolve import resolve
 from moetune.training.step import router_losses
 from moetune.training.step.batch import Batch, collate
 from moetune.training.step.micro_step import micro_step, token_loss
-from moetune.training.step.router_losses import RouterWatch
+from moetune.training.step.router_losses import RouterWatch, losses_of
 from tests import small
 from tests.reference import build_toy, plain_model, plain_weights, run_config
 from tests.resolved import build
@@ -36,7 +36,7 @@ def watched(adapted: Adapted, batch: Batch) -> tuple[Tensor, Tensor, dict[int, T
     watch = RouterWatch(adapted)
     with watch.recording(batch.get("attention_mask"), logits=True) as routed:
         token_loss(adapted.model, batch)
-    return *watch.losses(routed), routed.load
+    return *losses_of(watch.statistics(routed)), routed.load
 
 
 def by_hand(adapted: Adapted, batch: Batch) -> tuple[float, float, list[list[int]]]:
@@ -131,7 +131,7 @@ def test_the_balance_loss_is_that_of_transformers(model_type: str, tmp_path: Pat
     watch = RouterWatch(adapted)
     with watch.recording(batch["attention_mask"], logits=True) as routed:
         token_loss(adapted.model, batch)
-    ours, _ = watch.losses(routed)
+    ours, _ = losses_of(watch.statistics(routed))
     mine = adapted.trainable()
     gradients = torch.autograd.grad(ours, list(mine.values()), allow_unused=True)
     plain = plain_model(adapted.model.config)
@@ -200,7 +200,8 @@ def test_per_layer_it_is_the_mean_of_each_layers(small_model: Path) -> None:
         load_balancing_loss_func((logits,), small.EXPERTS, small.TOP_K, batch["attention_mask"]).item()
         for logits in routed.logits.values()
     ]
-    assert watch.losses(routed, per_layer=True)[0].item() == pytest.approx(sum(alone) / len(alone), rel=1e-6)
+    balance, _ = losses_of(watch.statistics(routed), per_layer=True)
+    assert balance.item() == pytest.approx(sum(alone) / len(alone), rel=1e-6)
 
 
 def test_gemma_4_gives_logits_not_probabilities(tmp_path: Path) -> None:
