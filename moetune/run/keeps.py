@@ -1,7 +1,8 @@
 """What each decoder layer keeps for backward, by `train.checkpointing` and `train.keep_rows`.
 
 One more thing that a layer may keep is a value of `Keepable`, a key of the schema's `KeptConfig`, where it is kept
-(adapt/checkpointing.py), and its place among the choices of `auto` (planning/settle.py); traces tell layers apart by it.
+(adapt/checkpointing.py), and its place among the choices of `auto` (planning/settle.py). Traces tell layers apart by
+it.
 """
 
 from collections.abc import Iterator, Mapping
