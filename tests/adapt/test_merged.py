@@ -104,7 +104,7 @@ def test_it_computes_with_what_is_exported(kind: str, checkpointing: str, tmp_pa
     assert_close(gradients, dict(zip(leaves, expected, strict=True)), 1e-4)
 
 
-@pytest.mark.parametrize("base", ["16 bits", "published"])
+@pytest.mark.parametrize("base", [pytest.param("16 bits", marks=pytest.mark.full), "published"])
 def test_held_out_loss_is_that_of_the_merged_checkpoint(
     base: str, small_model: Path, small_data: Path, tmp_path: Path
 ) -> None:

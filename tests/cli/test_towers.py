@@ -22,7 +22,7 @@ from tests.models.test_text import NOT_IN_PEFT, TYPES, whole
 from tests.reference import plain_model, plain_weights, run_config
 from tests.resolved import build
 
-CHEAP = ("aria", "kimi_k25")
+CHEAP = ("aria",)
 UNPACKED = ("glm4v_moe", "ernie4_5_vl_moe")
 """Their masks of scaled dot product attention, which a CPU uses, do not keep documents apart."""
 MORE: dict[str, dict[str, Any]] = {

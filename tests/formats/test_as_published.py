@@ -102,7 +102,7 @@ def test_experts_that_are_published_in_16_bits_stay_so(kind: str, layers: str, t
     assert size(built(folder, device="meta").model) == size(adapted.model)
 
 
-@pytest.mark.parametrize("kind", ["compressed-tensors", "awq", "row"])
+@pytest.mark.parametrize("kind", ["compressed-tensors", pytest.param("awq", marks=pytest.mark.full), "row"])
 def test_reading_takes_what_is_predicted(kind: str, tmp_path: Path) -> None:
     """No more than 4 % of a checkpoint of some size beside the model, and no layer's experts in 16 bits."""
     config = run_config(

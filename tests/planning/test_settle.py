@@ -43,7 +43,7 @@ def auto(folder: Path, model_type: str, layers: int, **train: Any) -> ResolvedRu
 def test_each_choice_takes_more_and_the_last_that_fits_is_made(
     model_type: str, train: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = auto(tmp_path, model_type, 3, **train)
+    run = auto(tmp_path, model_type, 2, **train)
     choices = _choices(run)
     assert choices[0].keeps == {}
     needs = [Predictor("24GiB", end="high").of_resolved(choice).span.high for choice in choices]
@@ -132,7 +132,7 @@ def test_groups_of_experts_grow_first_and_never_make_a_run_not_fit(
     assert memories == sorted(memories, key=lambda size: int(size.removesuffix("MiB")))
     assert all(choice.keeps == {} for choice in choices if choice.config.train.expert_memory != memories[-1])
     needs = [Predictor("24GiB", end="high").of_resolved(choice).span.high for choice in choices]
-    for size in (needs[0] - 1, needs[0], needs[1], needs[-1]):
+    for size in (needs[0] - 1, needs[1], needs[-1]):
         found = settled(run, f"{size}B")
         made = choices[[choice.config.train for choice in choices].index(found.config.train)]
         assert needs[choices.index(made)] <= max(size, needs[0])
@@ -166,8 +166,8 @@ def test_inputs_wait_on_the_host_in_as_few_layers_as_the_card_needs(tmp_path: Pa
 
 def test_experts_on_the_host_are_copied_once_a_step_where_it_fits(tmp_path: Path) -> None:
     """Before anything else is kept: what all micro-batches hold at once takes more than what one does."""
-    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=4)
-    train = {"sequence_length": 512, "micro_batch": 2, "loss_memory": "1MiB", "accumulate": 3, "checkpointing": "auto"}
+    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=2)
+    train = {"sequence_length": 512, "micro_batch": 2, "loss_memory": "1MiB", "accumulate": 2, "checkpointing": "auto"}
     raw = toy_run(toy, "mixtral", LORA, model={**BF16, "experts_on": "host"}, train=train)
     run = resolve(raw, "cuda")
     choices = _choices(run)

@@ -218,6 +218,7 @@ def test_a_real_run_of_grpo(
     assert most.keys() == {"generation", *between, "forward", "backward", "optimizer"}
 
 
+@pytest.mark.full
 def test_a_real_run_with_completions_from_vllm(toy: Path) -> None:
     more = {"max_completion_length": 8, "num_generations": 4, "beta": 0.1, "use_vllm": True}
     real = Running(toy, "grpo", "lora", more, {"steps": 2})
