@@ -153,9 +153,15 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         UserError: there are none (other formats are not read), the index is invalid, or a listed file is missing.
     """
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
+    if (folder / SINGLE_FILE).is_file():
+        listed = {*read_json(index, _Index)["weight_map"].values()} if index.is_file() else set()
+        if others := [name for name in sorted(listed - {SINGLE_FILE}) if (folder / name).is_file()]:
+            raise UserError(
+                f"{str(folder)!r} holds {SINGLE_FILE} and, by its {INDEX_FILE}, {others[0]}: two checkpoints; "
+                "remove the files of one of them"
+            )
+        return [folder / SINGLE_FILE]
     if not index.is_file():
         raise UserError(
             f"{str(folder)!r} holds no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors checkpoints are read"

@@ -130,3 +130,13 @@ def test_blocks_cover_every_row_once(shape: tuple[int, ...], tmp_path: Path, mon
     assert [row for start, stop in blocks for row in range(start, stop)] == list(range(stored.num_rows))
     width = max(1, stored.numel // max(1, stored.num_rows))
     assert all(stop - start == 1 or (stop - start) * width <= 6 for start, stop in blocks)
+
+
+def test_two_checkpoints_in_a_folder_are_refused(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model-00001-of-00001.safetensors"):
+        save_file({"a": torch.ones(1)}, tmp_path / name)
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        if name == "model.safetensors":
+            assert [file.name for file in weight_files(tmp_path)] == [name]
+    with pytest.raises(UserError, match=r"holds model\.safetensors and, by its .*, model-00001-of-00001"):
+        weight_files(tmp_path)

@@ -8,8 +8,10 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from re import Pattern
 from typing import Annotated, Any, TypeVar
@@ -158,6 +160,8 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
                 f"{where}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting that PEFT {peft.__version__} knows, so "
                 "it would be ignored; merge the adapter with the program that wrote it"
             )
+        if setting not in (None, False, "", [], {}) and key not in (*_SETTINGS, "lora_B_layout"):
+            _say(f"{where}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting of PEFT, and not read")
     header = read_header(folder / WEIGHTS_FILE)
     _refuse_unread(folder, header)
     refuse_not_finite(header)
@@ -174,6 +178,11 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
         if rows and rank > max(rows):
             raise UserError(f"{where}: {CONFIG_FILE}: rank {rank}, and its factors have {max(rows)} rows")
     return settings, tensors, scales
+
+
+@cache
+def _say(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)
 
 
 def _refuse_unread(folder: Path, header: Mapping[str, Stored]) -> None:

@@ -204,6 +204,9 @@ def _of_another_base(stored: StoredAdapter, base: str, model: ResolvedModel) -> 
     named, source = _named_base(stored), model.source
     known = {base, source.name, source.folder}
     known |= {str(path) for folder in source.local_folders() for path in (folder.absolute(), folder.resolve())}
+    revision = stored.settings.get("revision")
+    if named == base and revision not in (None, "main") and not expanded(base).is_dir():
+        return [f"{stored} names revision {shown(revision)} of its base, and main is read"]
     if named is None or named in known or os.path.abspath(os.path.expanduser(named)) in known:
         return []
     return [f"{stored} names the base {shown(named)}, and it is read with {base!r}"]

@@ -32,7 +32,7 @@ from moetune.config.schema import (
     QuantizedDtype,
     RunConfig,
 )
-from moetune.errors import UserError, reading, time_limit
+from moetune.errors import UserError, reading, shown, time_limit
 from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run
 from moetune.files import expanded
 from moetune.models.source import ModelSource, find_model_source
@@ -254,6 +254,13 @@ def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None)
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"the adapter in {what!r}: {CONFIG_FILE} names no base; set base_model_name_or_path")
+    if tokens := settings.get("alora_invocation_tokens"):
+        raise UserError(f"the adapter in {what!r} begins at alora_invocation_tokens {shown(tokens)}, which is not read")
+    if (revision := settings.get("revision")) not in (None, "main") and not expanded(base).is_dir():
+        raise UserError(
+            f"the adapter in {what!r}: {CONFIG_FILE} names revision {shown(revision)} of {base!r}, and main is read: "
+            f"hf download {base} --revision {revision} --local-dir DIR, and set base_model_name_or_path to DIR"
+        )
     model = resolve_model(ModelConfig.named(base, dtype=dtype or dtype_on(device)), device)
 
     return Opened(name=what, kind="adapter", load=partial(_with_adapter, what, path, model, device), resolved=model)

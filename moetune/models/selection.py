@@ -184,6 +184,12 @@ class _Resolver:
             ]
             if not paths:
                 self.problems.append(f"{where}: {target!r} matches no linear layer there.{self._hint(target)}")
+            elif layers & self.moe_layers.keys() and "experts" in {*_OTHER_TARGETS.get(target, ())} - {*config.targets}:
+                parts = ", ".join(sorted({self.structure.lora_layers()[path].component for path in paths}))
+                self.problems.append(
+                    f"{where}: {target!r} matches {paths[0]}, and none of the experts that tokens are routed to; name "
+                    f"components: experts, or {parts} if only these are meant"
+                )
             if tied := [path for path in paths if f"{path}.weight" in self.structure.tied]:
                 self.problems.append(
                     f"{where}: {target!r} takes in {tied[0]}, which has one weight with "

@@ -190,7 +190,25 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of errors for an invalid config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
+    if ignored := next(_ignored_rope(raw, config), None):
+        raise UserError(f"model {path!r}: config.json {ignored}; say one thing, in rope_parameters")
     return _with_settings_beside(config, folder)
+
+
+def _ignored_rope(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
+    """Yield what a config.json says of rotary embeddings, by keys of transformers 5 or of before, and transformers does
+    not take because its other keys say something else."""
+    for section, part in ((raw, config), *((raw.get(key), getattr(config, key, None)) for key in config.sub_configs)):
+        if not isinstance(section, dict):
+            continue
+        taken = getattr(part, "rope_parameters", None) or {}
+        of_names: dict[str, Any] = {"": {"rope_theta": section.get("rope_theta")}}
+        of_names |= {f"{name}.": section.get(name) for name in ("rope_parameters", "rope_scaling")}
+        for name, said in of_names.items():
+            for key, value in said.items() if isinstance(said, dict) else ():
+                # numbers only: a class may have a type of its own, and a section for a kind of layer is filled in
+                if isinstance(value, int | float | list) and taken.get(key, value) != value:
+                    yield f"says {name}{key}: {shown(value)}, and transformers takes {shown(taken[key])}"
 
 
 def _with_settings_beside(config: PretrainedConfig, folder: Path) -> PretrainedConfig:

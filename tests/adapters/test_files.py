@@ -99,3 +99,10 @@ def test_a_folder_of_checkpoints_names_those_with_an_adapter(tmp_path: Path) -> 
         write(tmp_path / name, {})
     with pytest.raises(UserError, match="there is one in checkpoint-10 and in checkpoint-20"):
         open_adapter(tmp_path)
+
+
+def test_a_setting_of_no_program_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    open_adapter(write(tmp_path, {}, lora_B_layout="rank_major", scheme=None, lora_scheme="v2"))
+    assert capsys.readouterr().err == (
+        f"note: adapter {str(tmp_path)!r}: adapter_config.json: lora_scheme: 'v2' is no setting of PEFT, and not read\n"
+    )

@@ -74,6 +74,7 @@ def test_what_layers_keep_is_said_once(train: dict[str, Any], said: str) -> None
         ({"attention": 4, "expert": 2}, "Did you mean 'experts'"),
         ({"attention": 4}, "'experts'"),
         ({"attention": 4, "experts": 0}, "greater than 0"),
+        ({"attention": 4, "experts": {"0-3": True}}, "True is no number"),
     ],
 )
 def test_ranks_that_say_nothing_or_too_much(rank: dict[str, Any], said: str) -> None:

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moetune.config.schema import RunConfig
+from moetune.errors import UserError
 from moetune.exporting.export import export
+from moetune.inference.opened import find
 from moetune.training.folder.manifest import write_manifest
 from moetune.training.folder.run_folder import RunFolder
 from moetune.watch import memory_record
@@ -293,6 +295,22 @@ def test_an_adapter_that_matches_in_part(
         assert changed["layers"] == json.loads((folder / "scores.json").read_text())["layers"]
         return
     assert (found, re.search(message, err) is not None) == (REFUSED, True), err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base_model_name_or_path": "tiny-mixtral", "revision": "v2"}, "revision 'v2' of 'tiny-mixtral', and main is"),
+        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens \[5, 6\]"),
+    ],
+)
+def test_an_adapter_of_another_base_or_of_later_tokens(
+    settings: dict[str, Any], message: str, made: Path, tmp_path: Path
+) -> None:
+    folder = copied(made, tmp_path / "copy", "adapter")
+    said("adapter/adapter_config.json", **settings)(folder)
+    with pytest.raises(UserError, match=message):
+        find(str(folder / "adapter"))
 
 
 def less(part: str) -> Change:

@@ -164,6 +164,12 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("mixtral", {"experts": {}, "lora": {**LORA, "targets": ["experts"]}}, NO_FROZEN),
     ("deepseek_v3", {"lora": {**LORA, "targets": ["experts"], "layers": [0]}}, NO_FROZEN),
+    (
+        "deepseek_v3",
+        {"lora": {**LORA, "targets": ["up_proj"]}},
+        "adapt.lora.targets[0]: 'up_proj' matches model.layers.0.mlp.up_proj, and none of the experts that tokens are "
+        "routed to; name components: experts, or dense_mlp, shared_experts if only these are meant",
+    ),
     ("llama", {"router": "all"}, f"adapt.router: {DENSE}"),
     ("llama", {"experts": {"ids": [0]}}, f"adapt.experts.layers: {DENSE}"),
     ("llama", {"lora": LORA}, NO_FROZEN.replace("[0]", "[1]")),

@@ -21,6 +21,9 @@ def folder_with(tmp_path: Path, config: object) -> str:
     return str(tmp_path)
 
 
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
+
+
 def test_catalog_name_gives_config_and_hub_id() -> None:
     source = find_model_source("Mixtral-8x7B")
     assert source.name == "mixtral-8x7b"
@@ -106,6 +109,14 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
         (
             {"model_type": "mixtral", "quantization_config": NVFP4 | {"ignore": ["lm_head", "re:("]}},
             r"config\.json: quantization_config\.ignore 're:\(' is not valid: missing \)",
+        ),
+        (
+            {"model_type": "mixtral", **ROPE, "rope_theta": 1e4},
+            r"rope_theta: 10000\.0, and .* 5000000\.0; say one thing",
+        ),
+        (
+            {"model_type": "qwen3_moe", **ROPE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            r"rope_parameters\.rope_theta: 5000000\.0, and transformers takes 10000\.0",
         ),
         ({"model_type": "t5"}, "'t5' is not a causal language model"),
         ({"model_type": "vit"}, "'vit' is not a causal language model"),

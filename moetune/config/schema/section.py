@@ -9,6 +9,13 @@ _NUMBERS = re.compile(r"(?!.*(?:bool|Literal|\bstr \||\| str\b)).*\b(?:int|float
 """Pattern of the types of fields that hold numbers and no words: those have checks of their own."""
 
 
+def _refuse_booleans(value: Any) -> None:
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is no number; yes, no, on and off are true and false in YAML")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        _refuse_booleans(inner)
+
+
 class Section(BaseModel):
     """A section of the run file: an immutable pydantic model that refuses unknown keys."""
 
@@ -17,9 +24,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_no_boolean(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return a value unchanged; raise `ValueError` for true and false where a number belongs, which are 1 and 0."""
-        if isinstance(value, bool) and _NUMBERS.match(str(cls.model_fields[str(info.field_name)].annotation)):
-            raise ValueError(f"{value} is no number; yes, no, on and off are true and false in YAML")
+        """Return a value unchanged; raise `ValueError` for true and false where numbers belong, which are 1 and 0."""
+        if _NUMBERS.match(str(cls.model_fields[str(info.field_name)].annotation)):
+            _refuse_booleans(value)
         return value
 
     def but(self, **changes: Any) -> Self:

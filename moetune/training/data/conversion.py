@@ -113,7 +113,8 @@ def _refuse_other_uses(record: dict[str, Any]) -> None:
         )
     for key in ("label", "kto_tag"):
         label = str(record.get(key)).lower()
-        if label in ("true", "false") and not is_text:
+        is_wish = label in ("true", "false") or (label in ("0", "1", "0.0", "1.0") and record.get("completion"))
+        if is_wish and not is_text:
             raise MalformedError(
                 f"{key} is {label}, which says whether the answer is wanted, and every answer would be trained on: "
                 f"docs/guides/preferences.md shows how to train on preferences; or keep those that are, without {key}"
@@ -244,6 +245,7 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
             raise MalformedError(f"{where} says by {flags[0]!r} whether it trains; write weight, 0 or 1")
         calls = _calls_of(message, where)
         fields = {key: of_key for key, of_key in message.items() if key not in ("tool_calls", "function_call")}
+        fields |= _beside_text(message.get("content"), where)
         content = _content_of(message, where)
         # An empty system message is common and harmless, so only the assistant's content may not be empty.
         if not (calls and not content) and (role == "assistant" or content != ""):
@@ -252,6 +254,17 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
     if not any(message["role"] == "assistant" for message in messages):
         raise MalformedError("no message of the assistant, so nothing to train on")
     return messages
+
+
+def _beside_text(content: Any, where: str) -> dict[str, Any]:
+    """Return what the parts of a content hold beside their text, such as `cache_control`, as keys of the message that
+    no chat template reads; raise `MalformedError` for a flag of what trains, which would hold for a part."""
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    texts = [part for part in parts if part.get("type") in _TEXT_PARTS]
+    held = {key: value for part in texts for key, value in part.items() if value not in (None, "", [], {})}
+    if flags := [key for key in ("weight", *_TRAINS) if key in held]:
+        raise MalformedError(f"a part of {where} says by {flags[0]!r} whether it trains; only a whole message can")
+    return {f"content.{key}": value for key, value in held.items() if key not in ("type", "text")}
 
 
 def _calls_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:

@@ -115,6 +115,9 @@ def load_data(
         raise UserError("data.train: the weights leave no record; raise them")
     if data.evaluates and not len(held_out.documents):
         raise UserError("data.eval: the weights leave no record; raise them")
+    hashes = np.array(documents.hashes)
+    if twice := int(np.isin(hashes[held_out.documents], hashes[training.documents]).sum()):
+        unread[1].append(f"{twice:,} of {len(held_out.documents):,} held-out documents are trained on too")
     length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
     rows, counts = _laid(training, documents, length, padding, unread[0])
     held_rows, held_counts = _laid(held_out, documents, length, padding, unread[1]) if data.evaluates else (None, None)

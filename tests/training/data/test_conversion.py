@@ -13,8 +13,8 @@ from tests.training.data.test_load import ASSISTANT, CHATML, MARKED, USER, load,
 PLAIN = {"messages": [USER, ASSISTANT]}
 
 
-def parts(*texts, type="text"):
-    return [{"type": type, "text": text} for text in texts]
+def parts(*texts, type="text", **further):
+    return [{"type": type, "text": text, **further} for text in texts]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prompts", "marked"])
@@ -86,10 +86,12 @@ def test_a_system_prompt_is_the_system_message(names):
 
 def test_what_is_not_read_of_records_is_said(tmp_path):
     file = tmp_path / "data.jsonl"
-    records = [PLAIN, {"id": 7, "tags": [], "reasoning": "hm", "messages": [USER, {**ASSISTANT, "refusal": "no"}]}]
+    said = {**USER, "content": parts("hi", cache_control={"type": "ephemeral"}, annotations=[])}
+    records = [PLAIN, {"id": 7, "tags": [], "reasoning": "hm", "messages": [said, {**ASSISTANT, "refusal": "no"}]}]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     counts = load(file, make_tokenizer(CHATML), 64).counts
-    assert counts.unread == (f"{str(file)!r}: keys whose values are not read: id, reasoning, refusal (of messages)",)
+    keys = "content.cache_control (of messages), id, reasoning, refusal (of messages)"
+    assert counts.unread == (f"{str(file)!r}: keys whose values are not read: {keys}",)
     file.write_text(json.dumps({"prompt": "a", "completion": "b"}))
     assert load(file, make_tokenizer(CHATML), 64).counts.unread == ()
 
@@ -119,6 +121,7 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ),
         ({"prompt": "hi", "completion": "no", "label": False}, "docs/guides/preferences.md"),
         ({"prompt": "hi", "completion": "no", "label": "True"}, "docs/guides/preferences.md"),
+        ({"prompt": "hi", "completion": "no", "label": 0}, "label is 0, which"),
         ({"label": False, **PLAIN}, "docs/guides/preferences.md"),
         ({"instruction": "hi", "output": "no", "kto_tag": False}, "kto_tag is false"),
         ({"conversation": [{"human": "hi", "assistant": "yes"}]}, "turn 1 holds human, assistant, and no from or role"),
@@ -146,6 +149,7 @@ def test_text_prompts_that_look_like_messages_stay_text():
             {"messages": [USER, {**ASSISTANT, "content": [{"type": "tool_use", "name": "f"}]}]},
             "message 2 holds 'tool_use', and only text is read",
         ),
+        ({"messages": [USER, {**ASSISTANT, "content": parts("a", weight=0)}]}, "a part of message 2 says by 'weight'"),
         ({"messages": [{**USER, "content": ["hi"]}, ASSISTANT]}, "content of message 1 is a list of other things"),
         ({"messages": [{**USER, "content": []}, ASSISTANT]}, "content of message 1 is a list of other things"),
         (

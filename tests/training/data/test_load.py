@@ -287,6 +287,8 @@ def test_weights_and_a_held_out_share(tmp_path):
     assert len(split.eval) == 4
     assert set(texts(split.eval)) | set(texts(split.train)) == set(seen)
     assert not set(texts(split.eval)) & set(texts(split.train))
+    both = read(eval=[one, write(tmp_path / "three.jsonl", {"prompt": "new", "completion": "c"})]).eval_counts
+    assert (split.eval_counts.unread, both.unread) == ((), ("10 of 11 held-out documents are trained on too",))
     with pytest.raises(ValueError, match="leave one"):
         read(validation=0.25, eval=two)
     with pytest.raises(UserError, match="leaves none to train on"):
