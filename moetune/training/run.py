@@ -195,6 +195,9 @@ def train(
             for reason in folder.damaged:
                 say(f"skipping damaged {reason}")
             say(f"resuming from {checkpoint}")
+            steps, schedule = config.train.steps, config.train.schedule
+            if before is not None and before.steps != steps and schedule != "constant":
+                say(f"the {schedule} schedule of {before.steps} steps is now that of {steps}, so learning rates jump")
             if not folder.metrics():
                 say(f"{METRICS_FILE} is gone or was moved away: the run goes on without its earlier losses")
         loop, failed = None, None

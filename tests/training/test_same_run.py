@@ -63,6 +63,15 @@ def test_a_base_in_several_precisions(small_model: Path, small_data: Path, tmp_p
 BOTH = pytest.mark.parametrize("resume", ["auto", "step-2"])
 
 
+def test_a_schedule_over_more_steps(
+    small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (1, 2):
+        train_ = {"steps": steps, "schedule": "cosine"}
+        train(small.run_config(small_model, small_data, tmp_path / "run", train=train_), resume="auto")
+    assert "the cosine schedule of 1 steps is now that of 2, so learning rates jump" in capsys.readouterr().err
+
+
 def test_data_edited_in_place(folder: Path) -> None:
     """Even where the number of tokens stays."""
     file = folder / "train.jsonl"
