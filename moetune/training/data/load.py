@@ -118,6 +118,10 @@ def load_data(
     hashes = np.array(documents.hashes)
     if twice := int(np.isin(hashes[held_out.documents], hashes[training.documents]).sum()):
         unread[1].append(f"{twice:,} of {len(held_out.documents):,} held-out documents are trained on too")
+    if (data.chat_template or data.template) and not (training.tally.chats or held_out.tally.chats):
+        unread[0].append(
+            "data.chat_template and data.template are not used: text, and prompts that are text, have none"
+        )
     length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
     rows, counts = _laid(training, documents, length, padding, unread[0])
     held_rows, held_counts = _laid(held_out, documents, length, padding, unread[1]) if data.evaluates else (None, None)

@@ -242,7 +242,14 @@ def test_a_chat_template_can_be_a_file_or_anothers(tmp_path):
     tokenizer = make_tokenizer()
     (row,) = load(file, tokenizer, packing=False, chat_template=str(tmp_path / "own.jinja")).train
     assert trained_text(tokenizer, row["input_ids"], row["labels"]) == "yes<|im_end|>\n"
-    load(file, tokenizer, 512, chat_template="tiny-mixtral")
+    plain = write(tmp_path / "plain.jsonl", {"prompt": "hi", "completion": "yes"})
+    for spec, data in (
+        (file, {"chat_template": "tiny-mixtral"}),
+        (plain, {}),
+        (plain, {"chat_template": "tiny-mixtral"}),
+    ):
+        notes = load(spec, tokenizer, 512, **data).counts.unread
+        assert ["are not used" in note for note in notes] == [True] * (spec == plain and len(data))
     assert tokenizer.chat_template != CHATML
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "mixtral"}')
