@@ -16,6 +16,7 @@ _APPLIED = _PLACES | {"formatting", "columns", "tags", "ranking"}
 _COLUMNS = {
     "prompt": "instruction", "query": "input", "response": "output", "history": "history",
     "messages": "conversations", "system": "system", "tools": "tools",
+    **{key: key for key in ("images", "videos", "audios", "chosen", "rejected", "kto_tag")},
 }  # fmt: skip
 """LLaMA-Factory's name of a column -> the key of Alpaca's or ShareGPT's records."""
 _SPEAKERS = {
@@ -86,7 +87,9 @@ def converted(entry: Entry, rows: Iterable[Row]) -> Iterator[Row]:
 
     for row in rows:
         if isinstance(row.value, dict):
-            record = {names.get(key, key): value for key, value in row.value.items()}
+            # what `columns` leaves out is not read, though it may have the name of a key that is
+            other = " (not in columns)" if columns else ""
+            record = {names.get(key, f"{key}{other}"): value for key, value in row.value.items()}
             if tags and isinstance(record.get("conversations"), list):
                 record["conversations"] = [*map(turn, record["conversations"])]
             row = replace(row, value=record)

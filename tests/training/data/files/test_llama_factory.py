@@ -25,7 +25,9 @@ def make(tmp_path, **listing):
     folder.mkdir(exist_ok=True)
     (folder / "dataset_info.json").write_text(json.dumps(listing))
     (folder / "plain.json").write_text(json.dumps([ALPACA]))
-    write_lines(folder / "renamed.jsonl", {"q": "ask", "c": "more", "a": "answer", "s": "be brief", "id": 1})
+    write_lines(
+        folder / "renamed.jsonl", {"q": "ask", "c": "more", "a": "answer", "s": "be brief", "output": "another"}
+    )
     write_lines(folder / "corpus.jsonl", {"content": "words"})
     write_lines(folder / "chats.jsonl", {"conversations": TURNS})
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "weight": 0}]
@@ -36,7 +38,7 @@ def make(tmp_path, **listing):
 
 def test_each_entry_has_its_file_and_keys(tmp_path):
     folder = make(tmp_path, **LISTING)
-    renamed = {**ALPACA, "system": "be brief", "id": 1}
+    renamed = {**ALPACA, "system": "be brief", "output (not in columns)": "another"}
     openai = {"conversations": [TURNS[0], {**TURNS[1], "weight": 0}]}
     expected = [ALPACA, renamed, {"text": "words"}, {"conversations": TURNS}, openai]
     assert records(folder) == expected
@@ -52,6 +54,10 @@ def test_what_cannot_be_read_is_named(tmp_path):
         assert f"holds no data set {name!r}" in said
         assert "names plain, renamed, corpus, chats, openai whose data are there" in said
     assert "Did you mean 'plain'?" in said
+    columns = {"messages": "conversations", "kto_tag": "liked", "images": "photos"}
+    folder = make(tmp_path, kto={"file_name": "kto.jsonl", "formatting": "sharegpt", "columns": columns})
+    write_lines(folder / "kto.jsonl", {"conversations": TURNS, "liked": False, "photos": ["a.png"]})
+    assert records(folder) == [{"conversations": TURNS, "kto_tag": False, "images": ["a.png"]}]
     folder = make(tmp_path, few={"file_name": "plain.json", "num_samples": 5})
     assert "sets num_samples for 'few', which is not applied; name the file plain.json itself" in message(folder)
 
