@@ -262,7 +262,8 @@ def _without_weights(run: ResolvedRun) -> Adapted:
 
 
 def _summary(config: RunConfig, counts: dict[str, int], sets: Datasets) -> list[str]:
-    """Return the lines printed before training: trainable parameters, data, length, and a warning of many epochs.
+    """Return the lines printed before training: trainable parameters, data, length, and warnings of many epochs and
+    of a warmup that has no end.
 
     `counts` is part, or `total` -> number of parameters that train.
     """
@@ -281,6 +282,8 @@ def _summary(config: RunConfig, counts: dict[str, int], sets: Datasets) -> list[
     ]
     if epochs > MANY_EPOCHS:
         lines.append(f"warning: every example is seen {epochs:.0f} times; train.steps={an_epoch} would be once")
+    if config.train.warmup >= config.train.steps:
+        lines.append(f"warning: train.warmup: {config.train.warmup} is never over, so optimizer.lr is not reached")
     return lines
 
 

@@ -357,13 +357,14 @@ def test_epochs_become_steps_and_resume_as_such(small_model: Path, small_data: P
 
 def test_what_is_known_of_the_length_is_said(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     said = io.StringIO()
-    config = small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 50})
+    config = small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 50, "warmup": 50})
     train(config, dry_run=True, console=Console(file=said))
     lines = said.getvalue().splitlines()
     assert lines[1].startswith("data: 14 examples in 14 sequences, ")
     assert lines[2:] == [
         "length: 50 steps of 4 an epoch, 12.5 epochs",
         "warning: every example is seen 12 times; train.steps=4 would be once",
+        "warning: train.warmup: 50 is never over, so optimizer.lr is not reached",
     ]
 
 
