@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,20 @@ from moetune.exporting.writers.updates import (
 )
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.json_files import Answer
+from moetune.json_files import Answer, read_json
 from moetune.models.hub.fingerprint import Base
 from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.hub.snapshot import copy_small_file
 from moetune.run.resolve import resolve_model, untied_model
 from moetune.run.resolved import ResolvedModel
 from moetune.tensor_files import Held, Stored
+
+
+@dataclass(frozen=True)
+class _Added:
+    """What is read of a `tokenizer.json`."""
+
+    added_tokens: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ def merge_adapter(
         fingerprint, output = copy_checkpoint(source, folder, added=added)
         changed = write_updates(targets, tensors, output)
         _copy_template(stored, folder)
-        notes = [*complete_config(folder), *_of_another_base(stored, base, model)]
+        notes = [*complete_config(folder), *_of_another_base(stored, base, model), *_of_more_tokens(stored, folder)]
         origin = Base(model.source.name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": origin})
     size = sum(tensors[key].nbytes for key in changed)
@@ -210,6 +218,16 @@ def _of_another_base(stored: StoredAdapter, base: str, model: ResolvedModel) -> 
     if named is None or named in known or os.path.abspath(os.path.expanduser(named)) in known:
         return []
     return [f"{stored} names the base {shown(named)}, and it is read with {base!r}"]
+
+
+def _of_more_tokens(stored: StoredAdapter, out: Path) -> list[str]:
+    """Return a note if the tokenizer beside an adapter has added tokens that the one of the base, in `out`, lacks."""
+    files = [folder / "tokenizer.json" for folder in (stored.folder, out)]
+    if not all(file.is_file() for file in files):
+        return []
+    own, of_base = ({str(token.get("content")) for token in read_json(file, _Added).added_tokens} for file in files)
+    lacking = f"{len(own - of_base)} of its added tokens"
+    return [f"the tokenizer is the base's, and lacks {lacking}: copy that of {stored}"] if own - of_base else []
 
 
 def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) -> Read:

@@ -21,7 +21,7 @@ from moetune.adapt.weights.base import refuse_changed_base
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.adapt.weights.stock import load_stock
 from moetune.adapters.base import base_of
-from moetune.adapters.files import CONFIG_FILE, beyond_plain, open_adapter, read_adapter
+from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, beyond_plain, open_adapter, read_adapter
 from moetune.adapters.read import read, sure
 from moetune.config.schema import (
     AdaptConfig,
@@ -58,6 +58,7 @@ class Opened:
         run: the run that describes the model with its settings, resolved for one device; None for an adapter, and for a
             checkpoint that transformers alone loads.
         filled: bytes of the largest trained tensor of a run, which is read into the model after the base; 0 for others.
+        adapter: the folder of an adapter, which may hold a tokenizer or a chat template of its own; else None.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Opened:
     notes: tuple[str, ...] = ()
     run: ResolvedRun | None = None
     filled: int = 0
+    adapter: Path | None = None
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -93,9 +95,11 @@ class Opened:
 
     @cached_property
     def _with_template(self) -> tuple[PreTrainedTokenizerBase, datetime | None]:
-        tokenizer = tokenizer_of(self.name, self.resolved.source.folder)
+        beside = {file.name: str(file) for file in (self.adapter.iterdir() if self.adapter is not None else ())}
+        has_tokenizer, template = "tokenizer.json" in beside, beside.get(CHAT_TEMPLATE_FILE)
+        tokenizer = tokenizer_of(self.name, str(self.adapter) if has_tokenizer else self.resolved.source.folder)
         data = None if self.config is None else self.config.data
-        return tokenizer, set_template(tokenizer, data or DataConfig(train="none"), self.began)
+        return tokenizer, set_template(tokenizer, data or DataConfig(train="none", chat_template=template), self.began)
 
 
 def open_model(
@@ -263,7 +267,8 @@ def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None)
         )
     model = resolve_model(ModelConfig.named(base, dtype=dtype or dtype_on(device)), device)
 
-    return Opened(name=what, kind="adapter", load=partial(_with_adapter, what, path, model, device), resolved=model)
+    load = partial(_with_adapter, what, path, model, device)
+    return Opened(name=what, kind="adapter", load=load, resolved=model, adapter=path)
 
 
 def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceType) -> PreTrainedModel:

@@ -190,7 +190,10 @@ def test_only_what_has_factors_changes_in_the_base(tmp_path: Path) -> None:
     of = base_in(base)
     adapter = make_adapter(of, ids=(3,))
     write(tmp_path / "adapter", adapter, of, "per-expert")
+    for folder, tokens in ((base, ["<s>"]), (tmp_path / "adapter", ["<s>", "<new>"])):
+        (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": token} for token in tokens]}))
     written = merge_adapter(str(base), tmp_path / "adapter", tmp_path / "merged")
+    assert any("lacks 1 of its added tokens" in note for note in written.notes)
     before, after = tensors_of(base), tensors_of(tmp_path / "merged")
     changed = {name for name, tensor in before.items() if not tensor.equal(after[name])}
     assert changed == {name for name in before if ".experts.3." in name or "_proj" in name}

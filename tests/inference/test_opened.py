@@ -313,6 +313,18 @@ def test_an_adapter_of_another_base_or_of_later_tokens(
         find(str(folder / "adapter"))
 
 
+def test_an_adapter_is_asked_in_the_template_and_the_tokens_that_stand_beside_it(made: Path, tmp_path: Path) -> None:
+    folder = copied(made, tmp_path / "copy", "adapter")
+    before = find(str(folder / "adapter")).tokenizer
+    (folder / "adapter" / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    of_template = find(str(folder / "adapter")).tokenizer
+    before.add_tokens("<new>")
+    before.save_pretrained(folder / "adapter")
+    of_both = find(str(folder / "adapter")).tokenizer
+    assert (of_template.chat_template, len(of_both)) == ("{{ messages[0].content }}!", len(of_template) + 1)
+    assert of_both.chat_template == before.chat_template
+
+
 def less(part: str) -> Change:
     return values(MODEL, lambda t: [t.pop(name) for name in list(t) if part in name])
 
