@@ -96,9 +96,9 @@ class Opened:
     @cached_property
     def _with_template(self) -> tuple[PreTrainedTokenizerBase, datetime | None]:
         beside = {file.name: str(file) for file in (self.adapter.iterdir() if self.adapter is not None else ())}
-        has_tokenizer, template = "tokenizer.json" in beside, beside.get(CHAT_TEMPLATE_FILE)
+        has_tokenizer = beside.keys() >= {"tokenizer.json", "tokenizer_config.json"}
         tokenizer = tokenizer_of(self.name, str(self.adapter) if has_tokenizer else self.resolved.source.folder)
-        data = None if self.config is None else self.config.data
+        data, template = None if self.config is None else self.config.data, beside.get(CHAT_TEMPLATE_FILE)
         return tokenizer, set_template(tokenizer, data or DataConfig(train="none", chat_template=template), self.began)
 
 
