@@ -172,6 +172,11 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"model {path!r}: no config.json in it; give the folder that from_pretrained would load")
+    if (folder / "adapter_model.safetensors").is_file():
+        raise UserError(
+            f"model {path!r} holds an adapter beside its config.json, which would not be read; move the "
+            "adapter's files to a folder of their own, for adapt.start_from or moetune adapter merge"
+        )
     raw = read_json(file, dict[str, Any], f"model {path!r}: config.json")
     layers = max(_layers_in(raw), default=0)
     if layers > _MOST_LAYERS:

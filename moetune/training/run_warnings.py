@@ -62,8 +62,8 @@ class RunWarnings:
             self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def about_data(self, data: Datasets) -> None:
-        """Warn of documents longer than the model has positions, of linear layers that cannot have LoRA, and of layers
-        that compute one document after the other.
+        """Warn of a router loss that only config.json asks for, of documents longer than the model has positions, of
+        linear layers that cannot have LoRA, and of layers that compute one document after the other.
 
         Called once, before the first step; every line of metrics repeats these warnings' kinds.
         """
@@ -79,7 +79,14 @@ class RunWarnings:
                 f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run on one document "
                 "after the other, which is exact, and slower the more documents a sequence has",
             )
-        most = getattr(self.adapted.run.model.settings.get_text_config(), "max_position_embeddings", None)
+        settings = self.adapted.run.model.settings.get_text_config()
+        if getattr(settings, "output_router_logits", False) and self.adapted.run.config.train.router_aux_loss == 0:
+            self.say(
+                "router loss left out",
+                "config.json asks for the load-balancing loss (output_router_logits), and train.router_aux_loss is 0; "
+                "auto takes the coefficient of config.json",
+            )
+        most = getattr(settings, "max_position_embeddings", None)
         longest = min(int(data.counts.lengths.max()), self.adapted.run.config.train.sequence_length)
         if isinstance(most, int) and longest > most:
             self.say(

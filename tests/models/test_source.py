@@ -130,6 +130,10 @@ def test_broken_config(tmp_path: Path, config: object, message: str) -> None:
 def test_folder_without_config_and_a_file_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
         find_model_source(str(tmp_path))
+    for name, content in (("config.json", '{"model_type": "mixtral"}'), ("adapter_model.safetensors", "")):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=r"holds an adapter beside its config\.json"):
+        find_model_source(str(tmp_path))
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(UserError, match=r"no config\.json"):

@@ -54,6 +54,14 @@ def test_a_warmup_that_has_not_begun_is_none(small_model: Path, small_data: Path
     assert said(capsys) == []
 
 
+@pytest.mark.parametrize("coefficient", [0, "auto"])
+def test_a_loss_that_only_the_configuration_asks_for(coefficient: Any, tmp_path: Path, capsys: Err) -> None:
+    model = small.write_model(tmp_path / "model", output_router_logits=True)
+    data, train_ = small.write_data(tmp_path / "data.jsonl"), {"router_aux_loss": coefficient, "steps": 1}
+    train(small.run_config(model, data, tmp_path / "run", "router", train=train_))
+    assert ["router_aux_loss is 0" in note for note in said(capsys)] == [True] * (coefficient == 0)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_documents_longer_than_the_model_has_positions(packing: bool, tmp_path: Path, capsys: Err) -> None:
     model = small.write_model(tmp_path / "model", max_position_embeddings=16)
