@@ -62,8 +62,9 @@ class RunWarnings:
             self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def about_data(self, data: Datasets) -> None:
-        """Warn of a router loss that only config.json asks for, of documents longer than the model has positions, of
-        linear layers that cannot have LoRA, and of layers that compute one document after the other.
+        """Warn of a router loss that only config.json asks for, of documents longer than the model has positions or
+        than transformers computes right, of linear layers that cannot have LoRA, and of layers that compute one
+        document after the other.
 
         Called once, before the first step; every line of metrics repeats these warnings' kinds.
         """
@@ -93,6 +94,13 @@ class RunWarnings:
                 "long positions",
                 f"documents of up to {longest} tokens, and the model has {most} positions (max_position_embeddings): "
                 f"what lies beyond it has not learnt; train.sequence_length: {most} cuts there",
+            )
+        short = (getattr(settings, "rope_parameters", None) or {}).get("original_max_position_embeddings", longest)
+        if settings.model_type == "phimoe" and longest > short:
+            self.say(
+                "rotary factors",
+                f"documents of up to {longest} tokens: transformers turns positions beyond {short} by the factors for "
+                f"short rows (findings/transformers_phimoe_short_factors.sh); train.sequence_length: {short} cuts",
             )
         self._of_data = list(self._kinds)
 

@@ -46,6 +46,7 @@ from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.measurement.measure import measure
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.planning.predict import predict
+from moetune.planning.settle import settled
 from moetune.run.resolve import resolve
 
 RECIPES = ("mixtral-8x7b-router", "mixtral-8x7b-experts", "mixtral-8x7b-lora")
@@ -157,8 +158,9 @@ def recorded(file: Path) -> Iterator[tuple[str, RunConfig, str, int, str | None]
 def judge(name: str, config: RunConfig, card: str, rows: int, routing: str | None = None) -> dict[str, Any]:
     """Predicts a case, runs it in a process of its own, and compares."""
     config = with_rows(config, rows)
-    report = predict(resolve(config, "cuda"), gpu=card_here(card), routing=parse_routing(routing))
-    command = [sys.executable, __file__, "--cards", card, "--run", config.model_dump_json()]
+    run = settled(resolve(config, "cuda"), card_here(card), parse_routing(routing))  # as the trainer does
+    report = predict(run, gpu=card_here(card), routing=parse_routing(routing))
+    command = [sys.executable, __file__, "--cards", card, "--run", run.config.model_dump_json()]
     command += [] if routing is None else ["--routing", routing]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

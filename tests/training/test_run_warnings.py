@@ -16,6 +16,7 @@ from moetune.adapt.count import count_trainable
 from moetune.errors import UserError
 from moetune.training.run_warnings import RunWarnings
 from tests import small
+from tests.parallel.pipelines import write_toy
 from tests.resolved import build, train
 
 Err = pytest.CaptureFixture[str]
@@ -70,6 +71,17 @@ def test_documents_longer_than_the_model_has_positions(packing: bool, tmp_path: 
     (note,) = said(capsys)
     assert "the model has 16 positions" in note
     assert small.read_metrics(tmp_path / "run")[0]["notices"] == ["long positions"]
+
+
+def test_documents_beyond_the_short_factors_of_phimoe(tmp_path: Path, capsys: Err) -> None:
+    model, data = write_toy(tmp_path / "model", "phimoe", 2), small.write_data(tmp_path / "data.jsonl")
+    settings = json.loads((model / "config.json").read_text())
+    factors = [1.0] * (settings["hidden_size"] // settings["num_attention_heads"] // 2)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": factors, "long_factor": factors, "short_mscale": 1.0, "long_mscale": 1.0}
+    (model / "config.json").write_text(json.dumps(settings | {"rope_parameters": rope}))
+    train(small.run_config(model, data, tmp_path / "run", "router", train={"steps": 1}))
+    assert ["positions beyond 16 by the factors for short" in note for note in said(capsys)] == [True]
 
 
 @pytest.mark.parametrize("packing", [True, False])
