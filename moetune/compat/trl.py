@@ -1,5 +1,6 @@
 """TRL: a model that is its own reference, by hooks for PEFT models; trainers to trace."""
 
+import dataclasses
 import functools
 import logging
 import warnings
@@ -212,6 +213,14 @@ def make_trainer(
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
     trl, name = import_module("trl.experimental.orpo" if kind == "orpo" else "trl"), kind.upper()
+    config = getattr(trl, f"{name}Config")
+    for field in dataclasses.fields(config):
+        if isinstance(value := arguments.get(field.name), str) and isinstance(field.default, int | float):
+            try:
+                number = float(value)  # YAML takes 1e-4 for text
+                arguments = {**arguments, field.name: int(number) if number.is_integer() else number}
+            except ValueError:
+                raise ValueError(f"{field.name}={value}: give a number, or true or false") from None
     words = " a" * arguments.get("max_length", 0)
     data: dict[str, list[Any]] = {"prompt": ["a" + " a" * (prompt - 1)] * 2}
     given: dict[str, Any] = {}
@@ -234,7 +243,7 @@ def make_trainer(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_only, eos_token="<eos>", pad_token="<pad>")
     trainer = getattr(trl, f"{name}Trainer")(
         model,
-        args=getattr(trl, f"{name}Config")(**arguments),
+        args=config(**arguments),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer,
         **given,

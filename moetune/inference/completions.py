@@ -169,8 +169,8 @@ def _prompt(record: dict[str, Any]) -> str | list[Message]:
         return checked_text(record[keys[0]], keys[0])
     chat = chat_of(record)
     messages = chat["messages"]
-    if chat["tools"]:
-        raise MalformedError("tools would be lost; generate with a prompt that the template has rendered")
+    if lost := [key for key in ("tools", "chat_template_kwargs") if chat.get(key) or record.get(key)]:
+        raise MalformedError(f"{lost[0]} would be lost; generate with a prompt that the template has rendered")
     if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     if not messages:

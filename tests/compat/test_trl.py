@@ -69,3 +69,12 @@ def test_thousands_of_rows_take_no_longer_than_two(
     if kind == "kto":
         assert sum(batch["label"]) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_a_number_may_be_text(tmp_path: Path) -> None:
+    model = SelfReferencing(toy_model("mixtral", num_hidden_layers=1), nullcontext)
+    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none", "max_length": 8}
+    with quiet():
+        assert make_trainer("dpo", model, arguments | {"beta": "2e-1"}, 4).beta == 0.2
+        with pytest.raises(ValueError, match="beta=much: give a number"):
+            make_trainer("dpo", model, arguments | {"beta": "much"}, 4)

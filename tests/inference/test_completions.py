@@ -98,6 +98,7 @@ def test_an_interrupted_call_is_continued(
         ({"messages": "x"}, "messages is text and not valid JSON, 'x'"),
         ({"messages": 3}, "messages is a number, not a list"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, "tools would be lost"),
+        ({"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": 1}}, "_kwargs would be lost"),
         ([], "no object"),
     ],
 )

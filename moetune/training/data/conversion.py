@@ -225,8 +225,8 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
     Raises:
         MalformedError: a message is no object; a role is unknown; a content is not text (an image, say), or an
             assistant's is empty although it calls no tool; a call of a tool is malformed, or not the assistant's;
-            `weight` is neither 0 nor 1, or is written as another training program names it; or no message is the
-            assistant's.
+            `weight` is neither 0 nor 1, is 1 where the assistant does not speak, or is written as another training
+            program names it; or no message is the assistant's.
     """
     messages = []
     for number, given in enumerate(value, 1):
@@ -241,6 +241,8 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
             raise MalformedError(f"{where}: unknown role {role!r}; it may be {', '.join(ROLES)}")
         if message.get("weight") not in (None, 0, 1):
             raise MalformedError(f"weight of {where} is {message['weight']!r}; it may be 0 or 1")
+        if message.get("weight") and role != "assistant":
+            raise MalformedError(f"weight of {where} is 1, and the {role}'s messages do not train; leave it out")
         if flags := [key for key in _TRAINS if key in message]:
             raise MalformedError(f"{where} says by {flags[0]!r} whether it trains; write weight, 0 or 1")
         calls = _calls_of(message, where)

@@ -163,6 +163,7 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ({"messages": [USER, ASSISTANT], "functions": [{"name": "f"}]}, "the chat template leaves out tools"),
         ({"system": "kind", "messages": [{"role": "system", "content": "rude"}, USER, ASSISTANT]}, "given twice"),
         ({"messages": [USER, {**ASSISTANT, "reasoning": "deep"}]}, "leaves out reasoning of message 2"),
+        ({"messages": [{**USER, "weight": 1}, ASSISTANT]}, "weight of message 1 is 1, and the user's messages do not"),
         ({"messages": [{**USER, "name": "Ann"}, ASSISTANT]}, "leaves out name of message 1"),
         (
             {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}, ASSISTANT]},
