@@ -198,6 +198,10 @@ def test_only_what_has_factors_changes_in_the_base(tmp_path: Path) -> None:
     changed = {name for name, tensor in before.items() if not tensor.equal(after[name])}
     assert changed == {name for name in before if ".experts.3." in name or "_proj" in name}
     assert written.tensors == len(changed) == 2 * (3 + 4)
+    (tmp_path / "adapter/tokenizer.json").write_text('{"added_tokens": "<new>"}')
+    with pytest.raises(UserError, match=r"adapter/tokenizer\.json' cannot be read: added_tokens"):
+        merge_adapter(str(base), tmp_path / "adapter", tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
 
 
 @pytest.mark.parametrize("layout", ["megatron", "per-expert"])
