@@ -164,7 +164,7 @@ class StageLayers:
         for number, (path, layer) in enumerate(paths.items()):
             if number == layers.stop:
                 self._swaps[path] = _End(layer, self._last)
-            elif number < layers.start:
+            elif number == layers.start - 1 or (number < layers.start and not isinstance(layer, LeftOut)):
                 self._swaps[path] = _Received(layer, self._last)
 
     @contextmanager

@@ -83,8 +83,8 @@ class Pipeline:
                 statistics = self._statistics(routed, statistics)
             if not layers.is_last:
                 return (leaves,) if statistics is None else (leaves, statistics)
-            rows = None if statistics is None else zip(self._sizes.items(), statistics, strict=True)
-            of_layers = None if rows is None else {layer: row[:size] for (layer, size), row in rows}
+            pairs = None if statistics is None else zip(self._sizes.items(), statistics, strict=True)
+            of_layers = None if pairs is None else {layer: row[:size] for (layer, size), row in pairs}
             loss, done[number] = with_router_losses(leaves, of_layers, batch, total_tokens, train, done[number].load)
             return loss * scale
 
