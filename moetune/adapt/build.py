@@ -243,7 +243,7 @@ def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseW
     if ranks.expert is not None and ranks.dense is not None:
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
         dispatcher = TokenDispatcher(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
-    prefetcher = ExpertPrefetcher(device) if run.config.model.experts_on == "host" else None
+    prefetcher = ExpertPrefetcher(device, run.carried_layers) if run.config.model.experts_on == "host" else None
     rounding = run.rounding
     split = run.model.gate_up_apart or (rounding is not None and not rounding.keep)
     return ExpertContext(run.expert_memory, run.keeps_rows, split, rounding, prefetcher, dispatcher, dense)

@@ -8,7 +8,7 @@ each, so that a memory tracker can count them separately.
 
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -170,9 +170,13 @@ class ExpertPrefetcher:
     A layer is a decoder layer, known by its index (`number`). While one computes, the next is copied: in forward the
     registered layer with the next larger number, in backward the preceding one that gradients reach. At most two layers
     are on the device at a time, and none between steps.
+
+    Attributes:
+        carried: numbers of layers that besides stay from a backward pass to the next forward pass; may be changed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, carried: Collection[int] = ()) -> None:
+        self.carried = carried
         self._layers: dict[int, tuple[nn.Module, ...]] = {}  # in the order of forward
         self._number: dict[nn.Module, int] = {}
         self._copies = CopyStream(device)
@@ -229,12 +233,11 @@ class ExpertPrefetcher:
             yield
         finally:
             self._is_shared = False
-            for number in self._on_device.keys() - {*self._backward_of}:
-                self._free(number)
+            self.free({*self._backward_of})
 
-    def free(self) -> None:
-        """Free all copies on the device."""
-        for number in list(self._on_device):
+    def free(self, but: Collection[int] = ()) -> None:
+        """Free the copies on the device, but those of some layers."""
+        for number in self._on_device.keys() - {*but}:
             self._free(number)
 
     def _go_to(self, number: int, in_backward: bool) -> None:
@@ -246,8 +249,9 @@ class ExpertPrefetcher:
             following = self._backward_of[-1] if self._backward_of else None
             if self._pass != backward_pass():
                 self._pass = backward_pass()
-                after_backward(self.free)
-        for other in self._on_device.keys() - {number, following}:
+                after_backward(lambda: self.free(but=self.carried))
+        carried = {layer for layer in self.carried if in_backward or layer > number}
+        for other in self._on_device.keys() - {number, following} - carried:
             self._free(other)  # before memory is allocated, so that there are never three layers
         for layer in (number, following):
             if layer is not None and layer not in self._on_device:

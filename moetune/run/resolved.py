@@ -16,6 +16,7 @@ from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
 from moetune.config.schema import OptimizerConfig, Part, Storage, TrainConfig
 from moetune.errors import UserError
 from moetune.formats.rounding import Rounding, rounding_into
+from moetune.formats.table import format_of
 from moetune.models.hub.key_mapping import published_paths
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
@@ -23,7 +24,7 @@ from moetune.models.source import ModelSource
 from moetune.models.stack import OnOtherRank, every_layer, leave_out
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES, DeviceType
-from moetune.run.keeps import Kept, is_open, kept_by_layer, section_of
+from moetune.run.keeps import NOTHING, Kept, is_open, kept_by_layer, recomputes_layers, section_of
 from moetune.run.linears import linears_to_quantize, tables
 from moetune.run.names import parts_by_name
 from moetune.run.placement import EVERYTHING, Placement
@@ -115,6 +116,7 @@ class ResolvedRun:
     keeps: Mapping[int, Kept] = field(default_factory=dict)
     scored: tuple[tuple[str, Scores], ...] = ()
     problems: tuple[str, ...] = ()
+    _carried: frozenset[int] | None = None  # `carried_layers` before layers were left out
 
     @property
     def structure(self) -> ModelStructure:
@@ -146,6 +148,31 @@ class ResolvedRun:
     def keeps_rows(self) -> frozenset[int]:
         """Indices of the layers that keep the outputs of gate_up for backward."""
         return frozenset(layer for layer, kept in self.keeps.items() if "rows" in kept)
+
+    @cached_property
+    def carried_layers(self) -> frozenset[int]:
+        """Indices of the layers whose experts, copied from the host, stay on the GPU from one backward pass to the next
+        forward pass.
+
+        They are the first layers, as many as take no more than the inputs that the layers after them keep on the GPU:
+        these are freed before the experts arrive, so that the peak is as without. Empty unless layers are recomputed.
+        """
+        train, model = self.config.train, self.config.model
+        if self._carried is not None:
+            return self._carried
+        if model.experts_on != "host" or not recomputes_layers(train):
+            return frozenset()
+        tokens = train.micro_batch * train.sequence_length * (train.accumulate if self.layer_by_layer else 1)
+        carried, taken = set[int](), 0.0  # bytes of their experts
+        for layer in self.structure.moe_layers:
+            storage, shape = format_of(model.storage_of("experts", layer.index), model.double_quant), layer.shape
+            taken += shape.num_experts * shape.parameters_per_expert * storage.bits / 8
+            after = range(layer.index + 1, self.structure.num_layers)
+            inputs = sum(not {"host", "rest"} & self.keeps.get(number, NOTHING) for number in after)
+            if taken > inputs * tokens * shape.hidden * self.dtype.itemsize:
+                break
+            carried.add(layer.index)
+        return frozenset(carried)
 
     @property
     def rounding(self) -> Rounding | None:
@@ -232,6 +259,7 @@ class ResolvedRun:
             selection=selection,
             parts=parts_by_name(structure, selection),
             placement={layer: held for layer, held in self.placement.items() if layer not in layers},
+            _carried=self.carried_layers,
         )
 
     @cached_property

@@ -242,7 +242,10 @@ class Loop:
         if self.config.train.on_oom == "error" or size == 1:
             raise error
         self.micro_batch = size // next(n for n in range(2, size + 1) if size % n == 0)
-        train = self.smaller_run().config.train
+        run, prefetcher = self.smaller_run(), self.adapted.expert_context.prefetcher
+        if prefetcher is not None:
+            prefetcher.carried = run.carried_layers
+        train = run.config.train
         moment = {"phase": where.phase, "micro_step": where.micro_step}
         smaller = {"micro_batch": train.micro_batch, "accumulate": train.accumulate}
         self.folder.append_metrics({"step": where.step, "out_of_memory": moment, **smaller})

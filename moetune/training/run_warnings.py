@@ -1,6 +1,7 @@
 """Warnings of a run (idle experts, collapsed routing, lost updates), also in the metrics."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from rich.console import Console
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.documents import documents_one_by_one
+from moetune.config.schema import RunConfig, TrainConfig
 from moetune.errors import UserError, counted, first_of
 from moetune.experts.host import copy_on_host
 from moetune.models.stack import decoder_layers
@@ -62,12 +64,14 @@ class RunWarnings:
             self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def about_data(self, data: Datasets) -> None:
-        """Warn of a router loss that only config.json asks for, of documents longer than the model has positions or
-        than transformers computes right, of linear layers that cannot have LoRA, and of layers that compute one
-        document after the other.
+        """Warn of settings without use, of a router loss that only config.json asks for, of documents longer than the
+        model has positions or than transformers computes right, of linear layers that cannot have LoRA, and of layers
+        that compute one document after the other.
 
         Called once, before the first step; every line of metrics repeats these warnings' kinds.
         """
+        for text in _without_use(self.adapted.run.config, evaluates=data.eval is not None):
+            self.say("settings without use", text, about=text)
         if left_out := self.adapted.run.selection.left_out:
             self.say(
                 "LoRA left out",
@@ -202,6 +206,20 @@ def entropy(tokens_E: Tensor) -> float:
     """Return the entropy -Σ p·ln p of the experts' shares p of the tokens, in nats; from 0 to ln E."""
     share = tokens_E.double() / tokens_E.sum().clamp(min=1)
     return float(-torch.special.xlogy(share, share).sum())
+
+
+def _without_use(config: RunConfig, evaluates: bool) -> Iterator[str]:
+    """Yield a sentence for each setting that is not its default and changes nothing in this run."""
+    train, parallel, default = config.train, config.parallel, TrainConfig()
+    evaluation = {key: getattr(train, key) for key in ("eval_every", "eval_micro_batch")}
+    if not evaluates and any(value not in (None, getattr(default, key)) for key, value in evaluation.items()):
+        yield "nothing is held out, so nothing is evaluated (train.eval_every); set data.eval, or data.validation: 0.05"
+    if train.warmup >= train.steps:
+        yield f"train.warmup: {train.warmup} of {train.steps} steps, so the learning rate never reaches optimizer.lr"
+    if parallel.load is not None and parallel.ep == 1:
+        yield "parallel.load is not read: it balances experts over parallel.ep, which is 1"
+    if (parallel.zero, parallel.reshard) != (3, True) and parallel.fsdp == 1:
+        yield "parallel.zero and reshard change nothing: they are of parallel.fsdp, which is 1"
 
 
 def _is_enough(tokens_E: Tensor) -> bool:

@@ -11,7 +11,8 @@ from moetune.adapt.build import Adapted
 from moetune.experts.host import CopyStream, ExpertPrefetcher, empty_on_host, on_device, stays_on_host
 from moetune.experts.quantized import QuantizedExperts
 from moetune.memory.trace.tracker import Tracker
-from tests.reference import build_toy, loss_and_gradients, token_ids
+from moetune.run.resolve import resolve
+from tests.reference import build_toy, loss_and_gradients, run_config, token_ids
 from tests.thinned import in_pairs
 from tests.toys import LAYERS, toy_config
 
@@ -29,9 +30,16 @@ TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss"]
 
 
 def toy(
-    folder: Path, model_type: str, adapt: str, *, experts_on: str = "host", base: str = "nf4", checkpointing: str
+    folder: Path,
+    model_type: str,
+    adapt: str,
+    *,
+    experts_on: str = "host",
+    base: str = "nf4",
+    checkpointing: str,
+    tokens: int = 2048,
 ) -> Adapted:
-    model, train = {"experts_on": experts_on, "base": base}, {"checkpointing": checkpointing}
+    model, train = {"experts_on": experts_on, "base": base}, {"checkpointing": checkpointing, "sequence_length": tokens}
     adapted = build_toy(toy_config(model_type), folder, ADAPT[adapt], model=model, train=train)
     adapted.model.train()
     return adapted
@@ -62,7 +70,7 @@ def test_gradients_are_those_of_experts_on_the_gpu(
         assert torch.equal(loss, expected_loss)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-        assert not prefetcher_of(adapted)._on_device
+        assert prefetcher_of(adapted)._on_device.keys() == adapted.run.carried_layers
 
 
 class Watched:
@@ -88,7 +96,7 @@ class Watched:
 def test_two_layers_at_most_and_the_next_in_time(
     tmp_path: Path, model_type: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapted = toy(tmp_path, model_type, "lora", checkpointing=checkpointing)
+    adapted = toy(tmp_path, model_type, "lora", checkpointing=checkpointing, tokens=8)
     prefetcher = prefetcher_of(adapted)
     watched = Watched(prefetcher, monkeypatch)
     loss_and_gradients(adapted, token_ids())
@@ -98,6 +106,45 @@ def test_two_layers_at_most_and_the_next_in_time(
     assert watched.visits == forward + backward
     assert watched.late == [(0, False)]  # the last layer is still there when backward begins
     assert not prefetcher._on_device
+
+
+def test_the_first_layers_stay_from_backward_to_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted = toy(tmp_path, "mixtral", "lora", checkpointing="full", tokens=256)
+    assert adapted.run.carried_layers == {0, 1}
+    watched = Watched(prefetcher_of(adapted), monkeypatch)
+    for _ in range(2):
+        watched.visits, watched.late = [], []
+        loss_and_gradients(adapted, token_ids())
+    forward = [(0, False, [0, 1]), (1, False, [1, 2]), (2, False, [2, 3]), (3, False, [3])]
+    backward = [(3, True, [2, 3]), (2, True, [1, 2]), (1, True, [0, 1]), (0, True, [0, 1])]
+    assert watched.visits == forward + backward
+    assert not watched.late
+    with torch.no_grad():
+        adapted.model(input_ids=token_ids(), use_cache=False)
+    assert not prefetcher_of(adapted)._on_device
+
+
+@pytest.mark.parametrize(
+    ("train", "carried"),
+    [
+        ({"sequence_length": 8}, 0),
+        ({"sequence_length": 256}, 2),
+        ({"sequence_length": 128, "micro_batch": 2}, 2),
+        ({"sequence_length": 128, "accumulate": 2}, 1),
+        ({"sequence_length": 128, "accumulate": 2, "layer_by_layer": True}, 2),
+        ({"sequence_length": 4096, "checkpointing": {"host": [3]}}, 2),
+        ({"sequence_length": 4096, "checkpointing": {"host": [1, 2, 3]}}, 0),
+        ({"sequence_length": 4096, "checkpointing": "offload"}, 0),
+        ({"sequence_length": 4096, "checkpointing": "none"}, 0),
+    ],
+)
+def test_no_more_layers_stay_than_later_layers_keep_inputs(tmp_path: Path, train: dict[str, Any], carried: int) -> None:
+    toy_config("mixtral").save_pretrained(tmp_path)
+    model = {"experts_on": "host", "base": "nf4"}
+    run = resolve(run_config(tmp_path, ADAPT["lora"], model=model, train={"checkpointing": "full"} | train), "cpu")
+    assert run.carried_layers == set(range(carried))
+    shortened = run.without_layers({0, 3})
+    assert shortened.carried_layers == run.carried_layers
 
 
 def test_layers_that_gradients_do_not_reach_are_not_fetched_again(
@@ -110,7 +157,7 @@ def test_layers_that_gradients_do_not_reach_are_not_fetched_again(
 
 
 def test_nothing_is_left_after_an_evaluation_nor_by_a_forward_pass_without_backward(tmp_path: Path) -> None:
-    adapted = toy(tmp_path, "mixtral", "lora", checkpointing="full")
+    adapted = toy(tmp_path, "mixtral", "lora", checkpointing="full", tokens=8)
     prefetcher = prefetcher_of(adapted)
     with torch.no_grad():
         adapted.model(input_ids=token_ids(), use_cache=False)

@@ -55,6 +55,25 @@ def test_a_warmup_that_has_not_begun_is_none(small_model: Path, small_data: Path
     assert said(capsys) == []
 
 
+@pytest.mark.parametrize(
+    ("sections", "note"),
+    [
+        ({"train": {"eval_every": 2}}, "nothing is held out"),
+        ({"train": {"eval_micro_batch": 2}}, "nothing is held out"),
+        ({"train": {"eval_every": 2}, "data": {"validation": 0.2}}, None),
+        ({"train": {"warmup": 9, "steps": 1}}, "train.warmup: 9 of 1 steps"),
+        ({"parallel": {"load": "load.json"}}, "parallel.load is not read"),
+        ({"parallel": {"zero": 2}}, "parallel.zero and reshard change nothing"),
+        ({"parallel": {"reshard": False}}, "parallel.zero and reshard change nothing"),
+    ],
+)
+def test_a_setting_that_changes_nothing(
+    sections: dict[str, Any], note: str | None, small_model: Path, small_data: Path, tmp_path: Path, capsys: Err
+) -> None:
+    train(small.run_config(small_model, small_data, tmp_path / "run", "router", **sections))
+    assert [note is not None and note in line for line in said(capsys)] == [True] * (note is not None)
+
+
 @pytest.mark.parametrize("coefficient", [0, "auto"])
 def test_a_loss_that_only_the_configuration_asks_for(coefficient: Any, tmp_path: Path, capsys: Err) -> None:
     model = small.write_model(tmp_path / "model", output_router_logits=True)

@@ -133,7 +133,8 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
         )
         kept = tuple(sorted(run.keeps.get(number, ())))
         stays = "host" in kept and number == 0  # its input, a frozen embedding's output, stays on the GPU
-        kinds.append((arrive, stays, kept, trains, stored, held.get(number, ()), made))
+        carried = number in run.carried_layers
+        kinds.append((arrive, stays, carried, kept, trains, stored, held.get(number, ()), made))
         arrive = arrive or any(trains)
     return _with_fetched(kinds, run) if run.config.model.experts_on == "host" else kinds
 

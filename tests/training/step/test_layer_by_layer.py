@@ -83,7 +83,7 @@ def assert_equal(folder: Path, model_type: str, adapt: str, *, packing: bool, bi
         assert mine.load.keys() == other.load.keys() != set()
         assert all(torch.equal(mine.load[layer], load) for layer, load in other.load.items())
     assert adapted.expert_context.prefetcher is not None
-    assert not adapted.expert_context.prefetcher._on_device
+    assert adapted.expert_context.prefetcher._on_device.keys() <= adapted.run.carried_layers
 
 
 @pytest.mark.one_in(4)
@@ -120,7 +120,7 @@ def test_a_step_copies_what_a_micro_batch_does(
     adapt: str, checkpointing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer's experts once in forward and once in backward, but the last layer's, which stay; two at a time."""
-    adapted = toy(tmp_path, "mixtral", adapt, True, checkpointing=checkpointing)
+    adapted = toy(tmp_path, "mixtral", adapt, True, checkpointing=checkpointing, sequence_length=8)
     prefetcher, copied = adapted.expert_context.prefetcher, []
     assert prefetcher is not None
     to_device = prefetcher._copies.to_device
