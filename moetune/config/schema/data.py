@@ -74,8 +74,12 @@ class DataConfig(Section):
     validation: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @model_validator(mode="after")
-    def _held_out_once(self) -> "DataConfig":
-        """Raise `ValueError` if both `validation` and `eval` are set."""
+    def _named_once(self) -> "DataConfig":
+        """Raise `ValueError` if both `validation` and `eval` are set, or a data set is named twice."""
+        for key, written in (("train", self.train), ("eval", self.eval)):
+            names = [name for name, _ in data_sets(written)]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise ValueError(f"{key} names {twice!r} twice; write {{path: {twice}, weight: 2}} to read it twice")
         if self.eval is not None and self.validation is not None:
             raise ValueError("validation splits held-out records off the training data, and eval names some; leave one")
         return self

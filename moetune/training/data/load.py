@@ -118,6 +118,9 @@ def load_data(
     hashes = np.array(documents.hashes)
     if twice := int(np.isin(hashes[held_out.documents], hashes[training.documents]).sum()):
         unread[1].append(f"{twice:,} of {len(held_out.documents):,} held-out documents are trained on too")
+    distinct = np.unique(training.documents)  # a weight repeats documents
+    if again := len(distinct) - len(np.unique(hashes[distinct])):
+        unread[0].append(f"{again:,} of {len(distinct):,} training documents are repetitions of others")
     if (data.chat_template or data.template) and not (training.tally.chats or held_out.tally.chats):
         unread[0].append(
             "data.chat_template and data.template are not used: text, and prompts that are text, have none"

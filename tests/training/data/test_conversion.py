@@ -86,7 +86,7 @@ def test_a_system_prompt_is_the_system_message(names):
 
 def test_what_is_not_read_of_records_is_said(tmp_path):
     file = tmp_path / "data.jsonl"
-    said = {**USER, "content": parts("hi", cache_control={"type": "ephemeral"}, annotations=[])}
+    said = {**USER, "content": parts("hello", cache_control={"type": "ephemeral"}, annotations=[])}
     records = [PLAIN, {"id": 7, "tags": [], "reasoning": "hm", "messages": [said, {**ASSISTANT, "refusal": "no"}]}]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     counts = load(file, make_tokenizer(CHATML), 64).counts

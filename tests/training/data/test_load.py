@@ -296,6 +296,11 @@ def test_weights_and_a_held_out_share(tmp_path):
     assert not set(texts(split.eval)) & set(texts(split.train))
     both = read(eval=[one, write(tmp_path / "three.jsonl", {"prompt": "new", "completion": "c"})]).eval_counts
     assert (split.eval_counts.unread, both.unread) == ((), ("10 of 11 held-out documents are trained on too",))
+    copy = write(tmp_path / "copy.jsonl", *({"prompt": f"{row}", "completion": "b"} for row in range(6)))
+    again = read(train=[two, copy]).counts
+    assert again.unread == (f"{again.records // 2} of {again.records} training documents are repetitions of others",)
+    with pytest.raises(ValueError, match=r"train names .* twice; write \{path: .*, weight: 2\}"):
+        read(train=[one, two, one])
     with pytest.raises(ValueError, match="leave one"):
         read(validation=0.25, eval=two)
     with pytest.raises(UserError, match="leaves none to train on"):

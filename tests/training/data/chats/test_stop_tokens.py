@@ -64,5 +64,5 @@ def test_data_train_and_export_warn_where_generation_would_go_on(
     assert json.loads((tmp_path / "run" / "inputs.json").read_text())["ends"] == {"[INST]": 4}
     assert any(warning in note for note in export(tmp_path / "run", "delta", tmp_path / "one").notes)
     (base / "generation_config.json").write_text('{"eos_token_id": [2, 4]}')
-    assert found()["notes"][-1] == "[INST] ends 4 turns of the assistant"
+    assert "[INST] ends 4 turns of the assistant" in found()["notes"]
     assert not any("[INST]" in note for note in export(tmp_path / "run", "delta", tmp_path / "two").notes)
