@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import hub_kernels
 
-from moetune.adapt.attention import VARLEN_CPU, document_inputs, takes_cu_seqlens
+from moetune.adapt.attention import BY_DOCUMENTS, document_inputs, takes_cu_seqlens
 from moetune.adapt.documents import (
     documents_one_by_one,
     is_split_by_documents,
@@ -77,7 +77,7 @@ def hybrid(model_type: str, *, recomputing: bool = True, **sizes: Any) -> PreTra
     if recomputing:
         recompute_scans(model)
     split_by_documents(model)
-    set_attention(model.config, VARLEN_CPU if takes_cu_seqlens(plain, None) else "sdpa")
+    set_attention(model.config, BY_DOCUMENTS if takes_cu_seqlens(plain, None) else "sdpa")
     return model
 
 
