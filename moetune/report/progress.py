@@ -67,7 +67,7 @@ class ProgressBar:
         step = line["step"]
         if "eval_loss" in line:
             loss = "not finite" if line["eval_loss"] is None else f"{line['eval_loss']:.4f}"
-            self.console.print(f"step {step}: held-out loss {loss}", highlight=False, soft_wrap=True)
+            self.console.print(f"step {step}: held-out loss {loss}")
             return
         loss = "" if line["loss"] is None else f"loss {line['loss']:.4f}  "
         news = f"{loss}{line['tokens_per_second']:,.0f} tokens/s"
@@ -76,11 +76,8 @@ class ProgressBar:
             return
         seconds = round((time.monotonic() - self._began) / max(step - self._first_step, 1) * (self._steps - step))
         memory = "" if line["peak_allocated"] is None else f"  {gib(line['peak_allocated'])}"
-        self.console.print(
-            f"step {step}/{self._steps}: {news}  lr {line['lr']:.3g}{memory}  {timedelta(seconds=seconds)} left",
-            highlight=False,
-            soft_wrap=True,
-        )
+        left = timedelta(seconds=seconds)
+        self.console.print(f"step {step}/{self._steps}: {news}  lr {line['lr']:.3g}{memory}  {left} left")
 
     def stop(self) -> None:
         """Stop the bar and restore the cursor; also to be called after an error."""

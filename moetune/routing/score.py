@@ -27,7 +27,7 @@ from moetune.adapt.start_from.start import open_start
 from moetune.atomic import NEW, aside, aside_of, publish, sweep, writing
 from moetune.config.load import load_run_config
 from moetune.config.schema import AdaptConfig, ChoiceConfig, RunConfig
-from moetune.errors import UserError, reading
+from moetune.errors import UserError, raise_problems, reading
 from moetune.files import write_whole
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
@@ -37,7 +37,7 @@ from moetune.routing.data_sets import RoutedData, read_sources
 from moetune.routing.recorder import Recorder, RoutingSums, documents_of
 from moetune.run import validation
 from moetune.run.dtypes import device_kind
-from moetune.run.resolve import AnyRun, ResolvedRun, raise_problems, resolve
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.scores import Scored, Scores, read_scores
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.step.batch import Row, collate
@@ -177,7 +177,7 @@ def load_base(
     with loading_progress(console, weights) as on_read:
         adapted, base = build_noting(run, device, on_read, ranks)
     for note in start.load(adapted, base) if start is not None else ():
-        console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
+        console.print(f"{config.adapt.start_from}: {note}")
     if config.packs:
         refuse_leaky_packing(adapted.model, config.train.micro_batch, config.train.sequence_length)
     return adapted, base
@@ -206,7 +206,7 @@ def record_batches(
     adapted.model.eval()
     plan = [(number, at) for number, source in enumerate(sources) for at in range(0, len(source.rows), size)]
     if done:
-        console.print(f"continuing after {done} of {len(plan)} batches", highlight=False)
+        console.print(f"continuing after {done} of {len(plan)} batches")
     try:
         with counting(console, "scoring", len(plan), done) as advance, torch.no_grad():
             for first in range(done, len(plan), ranks.data_size):

@@ -59,7 +59,7 @@ class RunWarnings:
             self._kinds.append(kind)
         if (kind, about) not in self._said:
             self._said.add((kind, about))
-            self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
+            self.console.print(f"note: {text}")
 
     def about_data(self, data: Datasets) -> None:
         """Warn of a router loss that only config.json asks for, of documents longer than the model has positions or
