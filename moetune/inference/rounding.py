@@ -124,7 +124,7 @@ def measure(
         return mean_loss(loaded, rows, padding)[0]
 
     parts = []
-    with counting(console, "rounding", len(matrices), 0) as advance:
+    with counting(console, "rounding", len(matrices)) as advance:
         for (layer, part), stacks in matrices.items():
             before = [stack.to("cpu", copy=True) for stack in stacks]
             cost = rounded_loss([(layer, part)]) - plain.loss

@@ -30,7 +30,7 @@ def loading_progress(console: Console, folder: str | None, passes: int = 1) -> I
 
 
 @contextmanager
-def counting(console: Console, what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
+def counting(console: Console, what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
     """Show a bar on a terminal, with the label `what`, at `done` of `total` items; yield a function to be called with
     the number of items finished since its last call."""
     columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
