@@ -7,10 +7,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.documents import documents_one_by_one
 from moetune.errors import UserError, counted, first_of
 from moetune.experts.host import copy_on_host
-from moetune.models.stack import decoder_layers
 from moetune.parallel.ranks import local_tensor
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
@@ -63,8 +61,7 @@ class RunWarnings:
 
     def about_data(self, data: Datasets) -> None:
         """Warn of a router loss that only config.json asks for, of documents longer than the model has positions or
-        than transformers computes right, of linear layers that cannot have LoRA, and of layers that compute one
-        document after the other.
+        than transformers computes right, and of linear layers that cannot have LoRA.
 
         Called once, before the first step; every line of metrics repeats these warnings' kinds.
         """
@@ -73,12 +70,6 @@ class RunWarnings:
                 "LoRA left out",
                 f"no LoRA on {len(left_out)} linear layers of adapt.lora.targets ({', '.join(left_out[:3])}, …): the "
                 "model reads their weights without calling them, or no gradient reaches them",
-            )
-        if layers := sum(map(documents_one_by_one, decoder_layers(self.adapted.model).values())):
-            self.say(
-                "document by document",
-                f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run on one document "
-                "after the other, which is exact, and slower the more documents a sequence has",
             )
         settings = self.adapted.run.model.settings.get_text_config()
         if getattr(settings, "output_router_logits", False) and self.adapted.run.config.train.router_aux_loss == 0:
