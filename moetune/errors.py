@@ -85,6 +85,21 @@ def time_limit(what: str, seconds: float = 10.0) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Append the message of a `UserError` raised within the `with` block to `problems` in place of raising it."""
+    try:
+        yield
+    except UserError as error:
+        problems.append(str(error))
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raise one `UserError` with all distinct problems, one on each line; return if there are none."""
+    if lines := dict.fromkeys(problems):
+        raise UserError("\n".join(lines))
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the name in `known` that is nearest to `word`; `""` if none is near."""
     spelled = {name.lower(): name for name in known}

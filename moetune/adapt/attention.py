@@ -6,9 +6,9 @@ of the documents (`cu_seqlens`), so `sdpa` selects it where it can be used. The 
 names of transformers' FlashAttentionKwargs, and reach each layer's attention function as keyword arguments.
 
 For models with attention sinks (gpt-oss and its like) transformers has eager attention only. Here they have the
-variable-length attention for packed documents, on a GPU and on a CPU (flash.py); and `sdpa_with_sink` for unpacked
-rows, text generation, and masks that no window describes. Hybrids, too, have variable-length attention on both: the
-mask of some (Granite 4) does not separate documents.
+variable-length attention for packed documents (flash.py); and `sdpa_with_sink` for unpacked rows, text generation, and
+masks that no window describes. Their mask, and that of some hybrids (Granite 4), does not separate documents: on a CPU,
+which has no variable-length attention, `masked_by_documents` makes one of the same offsets.
 
 Shapes: B rows of S tokens, T = B·S tokens; h heads of queries, h_kv heads of keys and values; head size d of queries
 and keys, d_v of values; n documents.
@@ -45,8 +45,8 @@ VARLEN = "varlen"
 
 No mask function has this name, so transformers creates no mask.
 """
-VARLEN_CPU = "varlen_cpu"
-"""The name of `varlen_attention` with the CPU's kernel, for models with sinks and hybrids."""
+BY_DOCUMENTS = "masked_by_documents"
+"""The name of `masked_by_documents`, for models with sinks and hybrids on a CPU; no mask function has it either."""
 MASKED_SINKS = "sdpa_with_sink"
 """The name of `sdpa_with_sink`, for which transformers makes the mask that it makes for eager attention."""
 
@@ -77,21 +77,21 @@ def attention_for(
         return by_mask
     if not takes_cu_seqlens(plain, capability):
         return by_mask
-    return VARLEN_CPU if on_cpu else VARLEN
+    return BY_DOCUMENTS if on_cpu else VARLEN
 
 
 def is_varlen(model: PreTrainedModel) -> bool:
     """Return whether a model's attention function is `varlen_attention`."""
-    return attention_name(model) in (VARLEN, VARLEN_CPU)
+    return attention_name(model) == VARLEN
 
 
 def give_way_to_masks(model: PreTrainedModel) -> None:
-    """Make a model with variable-length attention change to attention by a mask as soon as a forward pass needs one.
+    """Make a model that separates documents by offsets change to transformers' mask as soon as a forward pass needs it.
 
     That is a pass with keys of earlier tokens (text generation), or with rows that are padded on their left. The change
     is for good. Rows that are padded on the right need no mask: no token attends to what follows it.
     """
-    if is_varlen(model):
+    if attention_name(model) in (VARLEN, BY_DOCUMENTS):
         hook = partial(_give_way, by_mask=_by_mask(model))
         decoder_stack(model).register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -110,7 +110,7 @@ def _by_mask(model: PreTrainedModel) -> str:
 _IN_WORDS = {
     "sdpa": "scaled dot product (sdpa)",
     VARLEN: "flash, by documents",
-    VARLEN_CPU: "flash, by documents",
+    BY_DOCUMENTS: "scaled dot product with a mask (sdpa)",
     MASKED_SINKS: "scaled dot product with a mask (sdpa)",
     "eager": "eager, with matrices of sequence_length²",
     "flash_attention_2": "flash_attention_2",
@@ -240,8 +240,8 @@ def has_little_shared_memory(capability: Capability) -> bool:
 
 
 def wants_cu_seqlens(model: PreTrainedModel) -> bool:
-    """Return whether a model's attention separates packed documents by `cu_seqlens` and not by a mask."""
-    return is_varlen(model) or attention_name(model) == "flash_attention_2"
+    """Return whether a model's attention separates packed documents by `cu_seqlens` and not by transformers' mask."""
+    return attention_name(model) in (VARLEN, BY_DOCUMENTS, "flash_attention_2")
 
 
 def document_inputs(model: PreTrainedModel) -> Callable[[Sequence[int]], dict[str, Any]]:
@@ -287,7 +287,6 @@ def varlen_attention(
     max_length_q: int | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    on_cpu: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each document, with the signature of transformers' attention functions.
@@ -302,7 +301,6 @@ def varlen_attention(
         max_length_q: tokens of the longest document.
         sliding_window: number of last tokens, its own included, that a token attends to; None for all.
         s_aux: scores of the sinks [h]; None for attention without sinks.
-        on_cpu: use the CPU's kernel.
 
     Returns:
         The output [B, S, h, d_v], and None for the attention weights.
@@ -322,8 +320,32 @@ def varlen_attention(
     # The output has the layout of q: one that is not contiguous is copied again by the layer, and both are saved.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
     with module.__dict__.get("around_kernel", nullcontext)():
-        out = within_documents(q, k, v, s_aux, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0, on_cpu)
+        out = within_documents(q, k, v, s_aux, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0)
     return out.view(rows, length, heads, -1)[..., :size_v], None
+
+
+def masked_by_documents(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute what `varlen_attention` does, by a mask [B, 1, S, S]; arguments and result are the same."""
+    rows, _, length, size = query.shape
+    tokens = torch.arange(rows * length, device=query.device).view(rows, 1, 1, length)
+    ago = tokens.mT - tokens
+    is_seen = (ago >= 0) & (ago < (sliding_window or length))
+    if cu_seq_lens_q is not None:
+        document = torch.bucketize(tokens, cu_seq_lens_q, right=True)
+        is_seen &= document.mT == document
+    mask = torch.zeros_like(ago, dtype=query.dtype).masked_fill_(~is_seen, torch.finfo(query.dtype).min)
+    return sdpa_with_sink(module, query, key, value, mask, size**-0.5 if scaling is None else scaling, s_aux)
 
 
 _MORE_KEYS = 256
@@ -377,6 +399,6 @@ def sdpa_with_sink(
 
 
 AttentionInterface.register(VARLEN, varlen_attention)
-AttentionInterface.register(VARLEN_CPU, partial(varlen_attention, on_cpu=True))
+AttentionInterface.register(BY_DOCUMENTS, masked_by_documents)
 AttentionInterface.register(MASKED_SINKS, sdpa_with_sink)
 AttentionMaskInterface.register(MASKED_SINKS, eager_mask)

@@ -224,8 +224,8 @@ class _Choices(TorchDispatchMode):
 _KERNELS = frozenset((
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_flash_attention_forward", "moetune::documents_attention", "flash_attn::_flash_attn_forward",
-    "flash_attn::_flash_attn_varlen_forward", "aten::logaddexp",
+    "aten::_flash_attention_forward", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward",
+    "aten::logaddexp",
 ))  # fmt: skip
 """Operators of attention whose outputs are recorded; `logaddexp` adds the sinks (flash.py)."""
 

@@ -5,12 +5,13 @@ from typing import Any
 
 from moetune.adapt.build import Adapted, build
 from moetune.config.schema import ModelConfig
+from moetune.errors import raise_problems
 from moetune.models.dry_run import refuse_unrunnable
 from moetune.models.parameter_count import ParameterCount, count_parameters
 from moetune.models.source import find_model_source
 from moetune.models.structure import meta_model, read_structure
 from moetune.run import validation
-from moetune.run.resolve import AnyRun, raise_problems, resolve
+from moetune.run.resolve import AnyRun, resolve
 
 
 @dataclass(frozen=True)

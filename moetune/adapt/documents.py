@@ -91,11 +91,6 @@ def is_split_by_documents(layer: nn.Module) -> bool:
     return isinstance(layer, _Layer)
 
 
-def documents_one_by_one(layer: nn.Module) -> bool:
-    """Return whether a decoder layer that `split_by_documents` was given runs on one document after the other."""
-    return is_split_by_documents(layer) and not all(map(_takes_documents, modules_with_state(layer)))
-
-
 def document_lengths(lengths: Sequence[int]) -> dict[str, Any]:
     """Return the keyword argument that tells a model that is split by documents their lengths.
 

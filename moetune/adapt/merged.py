@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from moetune.adapt.layers.low_rank import merged
 from moetune.compat.peft import merge_in_forward
-from moetune.errors import UserError
+from moetune.errors import UserError, raise_problems
 from moetune.formats.base import largest_of
 from moetune.formats.rounding import joined_name, rounding_into
 from moetune.run.merge_into import rounded_names, unmerged
-from moetune.run.resolved import ResolvedRun, raise_problems
+from moetune.run.resolved import ResolvedRun
 from moetune.tensor_files import Stored
 
 

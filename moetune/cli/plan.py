@@ -77,7 +77,7 @@ def plan(
         with progress.status(Text(f"looking for the largest {solve}")):
 
             def show(value: str, report: MemoryReport) -> None:
-                progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
+                progress.print(f"{solve} {value}: {span_in_words(report)}")
 
             local = None if solve == "hardware.gpu" else cli.at_hand(gpu, config.hardware.names, config.hardware.count)
             card = local or gpu
@@ -97,7 +97,7 @@ def plan(
     refuse_missing([] if data is None else [data])
     goals = ("router", "experts", "lora") if goal == "any" else (goal,)
     head = f"planning {shown(what)} on {gpu or 'this machine'}: {', '.join(goals)}"
-    progress.print(head, highlight=False, soft_wrap=True)
+    progress.print(head)
     with cli.heavy_imports():
         import torch
 
@@ -130,7 +130,7 @@ def plan(
             status.update(Text(f"{ways}: {now}"))
             if best is not None and printed != (shown := briefly(best)):
                 printed = shown
-                progress.print(f"{ways}: {shown}", highlight=False, soft_wrap=True)
+                progress.print(f"{ways}: {shown}")
 
         planned = plan_for(
             what,

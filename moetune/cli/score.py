@@ -56,7 +56,7 @@ def score(
         report = predict_score(resolve(to_score(config), device), len(data or names_of(config)) or 1, gpu=card)
         cli.answer_prediction(json_, report)
         return
-    with on_ranks(config.parallel, "the same command continues from here") as ranks:
+    with on_ranks(config.parallel, "nothing was written; run it again") as ranks:
         run = resolve(to_score(config), this_device())
         if ranks.is_single and run.structure.moe_layers:
             sources = len(data or names_of(config))

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from moetune.config.other_names import OTHER_NAMES
 from moetune.config.recipes import recipes
 from moetune.config.schema import ChoiceConfig, PartOptimizers, RunConfig, data_sets, path_and_split
-from moetune.errors import UserError, reading, shown, suggest
+from moetune.errors import UserError, raise_problems, reading, shown, suggest
 from moetune.files import Ledger, expanded, names_in
 
 _MOST_BYTES = 2**16
@@ -201,8 +201,7 @@ def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
         where = f", neither beside the run file ({str(paths[0])!r}) nor in the working directory ({str(paths[-1])!r})"
         near = suggest(path.name, [sibling for file in paths for sibling in names_in(file.parent)])
         problems.append(f"no such file: {name!r}{where if len(paths) > 1 else ''}.{near}")
-    if problems:
-        raise UserError("\n".join(problems))
+    raise_problems(problems)
 
 
 def refuse_existing_run(output: Path) -> None:

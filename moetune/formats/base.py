@@ -194,6 +194,18 @@ class Format(ABC):
         raise AssertionError(f"{self.name} is not exported")
 
 
+def compressed_tensors(format: str, others: list[str], **weights: Any) -> dict[str, Any]:
+    """Return the `quantization_config` of compressed-tensors for linear layers whose weights are in `format`.
+
+    `weights` are its settings of them, and the modules `others` are in 16 bits.
+    """
+    group = {"targets": ["Linear"], "weights": weights | {"symmetric": True, "dynamic": False}, "format": format}
+    return {
+        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": others,
+    }  # fmt: skip
+
+
 def largest_of(weight: Tensor) -> Tensor:
     """Return the largest magnitude of a tensor in float32, without a copy of its size."""
     low, high = weight.aminmax()

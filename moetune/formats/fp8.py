@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from moetune.config.schema import Storage
 from moetune.errors import UserError
-from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, refuse_zeros, require
+from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, compressed_tensors, refuse_zeros, require
 from moetune.formats.source_quantization import (
     Scheme,
     Settings,
@@ -255,15 +255,8 @@ class Fp8(Format):
 
     def settings(self, others: list[str]) -> dict[str, Any]:
         if self.is_mx:
-            weights = {
-                "num_bits": 8, "type": "float", "strategy": "group", "group_size": MX_BLOCK, "symmetric": True,
-                "dynamic": False, "scale_dtype": "torch.uint8",
-            }  # fmt: skip
-            group = {"targets": ["Linear"], "weights": weights, "format": "mxfp8-quantized"}
-            return {
-                "quant_method": "compressed-tensors", "format": "mxfp8-quantized", "quantization_status": "compressed",
-                "config_groups": {"group_0": group}, "ignore": others,
-            }  # fmt: skip
+            groups = {"strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8"}
+            return compressed_tensors("mxfp8-quantized", others, num_bits=8, type="float", **groups)
         return {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [*self.block], "modules_to_not_convert": others,

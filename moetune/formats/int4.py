@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moetune.config.schema import Storage
-from moetune.formats.base import Format, Rows, Sizes
+from moetune.formats.base import Format, Rows, Sizes, compressed_tensors
 from moetune.formats.int4_layouts import Awq, Gptq, PackQuantized, format_of_gptq
 from moetune.formats.int4_values import dequantize_int4, group_of, packed, unpacked
 from moetune.formats.source_quantization import Settings, SourceQuantization, left_out, objects, patterns, scheme_of
@@ -118,15 +118,8 @@ class Int4(Format):
         return {"shape": torch.tensor(shape)}
 
     def settings(self, others: list[str]) -> dict[str, Any]:
-        weights = {
-            "num_bits": 4, "type": "int", "strategy": "group" if self.group else "channel",
-            "group_size": self.group or None, "symmetric": True, "dynamic": False,
-        }  # fmt: skip
-        group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
-        return {
-            "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": others,
-        }  # fmt: skip
+        groups = {"strategy": "group" if self.group else "channel", "group_size": self.group or None}
+        return compressed_tensors("pack-quantized", others, num_bits=4, type="int", **groups)
 
 
 def _bits(scales: Tensor, half: Tensor) -> Tensor:

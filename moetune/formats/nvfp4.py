@@ -6,7 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, largest_of, refuse_zeros, require
+from moetune.formats.base import (
+    SLACK,
+    Format,
+    Parts,
+    Quantized,
+    Rows,
+    Sizes,
+    compressed_tensors,
+    largest_of,
+    refuse_zeros,
+    require,
+)
 from moetune.formats.e2m1 import E2M1, LEVELS, e2m1_codes
 from moetune.formats.source_quantization import Settings, SourceQuantization, left_out, scheme_of
 from moetune.kernels import AT_ONCE
@@ -90,14 +101,11 @@ class StoredNvfp4(Quantized):
         return {"scale_2": over / under} if self.of_matrix == "scale_2" else {"global_scale": under}
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        names = "packed" if "packed" in self.parts else "", "scale"
-        codes, scales = (self.parts[name].rows(start, stop).to(device) for name in names)
-        refuse_zeros(fraction := self.fraction, self.parts[self.of_matrix])
-        over, under = fraction.to(device)
-        levels = torch.tensor(LEVELS, device=device)
-        weights = levels[torch.stack([codes & 15, codes >> 4], -1).int()].view(*scales.shape, BLOCK)
-        weights *= (scales.float() * over / under)[..., None]
-        return weights.flatten(1).to(self.torch_dtype)
+        parts = {name: part.rows(start, stop) for name, part in self.parts.items() if name != self.of_matrix}
+        matrix = {name: rows[None].to(device) for name, rows in self.as_rows(parts).items()}
+        refuse_zeros(matrix["fractions"], self.parts[self.of_matrix])
+        high, wide = self.shape
+        return Nvfp4().dequantize(matrix, (high, wide), self.torch_dtype)[0]
 
 
 class Nvfp4(Format):
@@ -162,12 +170,5 @@ class Nvfp4(Format):
         }
 
     def settings(self, others: list[str]) -> dict[str, Any]:
-        weights = {
-            "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": BLOCK, "symmetric": True,
-            "dynamic": False,
-        }  # fmt: skip
-        group = {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}
-        return {
-            "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": others,
-        }  # fmt: skip
+        groups = {"strategy": "tensor_group", "group_size": BLOCK}
+        return compressed_tensors("nvfp4-pack-quantized", others, num_bits=4, type="float", **groups)

@@ -10,6 +10,7 @@ import torch
 from moetune.errors import UserError
 from moetune.inference.evaluate import mean_loss, rows_of
 from moetune.inference.opened import Opened, open_model
+from moetune.report.console import note
 from moetune.training.data.load import load_data, pad_token_id
 from moetune.training.step.batch import Row
 
@@ -43,8 +44,9 @@ def check_export(run: Path, exported: Path, rows: int = 256, *, rounded: bool = 
     data, else of its training data, or random tokens if the run has no data, or they cannot be read any more. The
     models are in memory as a whole, one after the other. They compute in float32 on the CPU, the export by transformers
     and PEFT; with `rounded`, for a checkpoint in a quantized format, on the device and in the dtype that `open_model`
-    chooses, and on held-out data alone: without them the result is None. The losses differ by the rounding to the
-    checkpoint's dtype and, if the run quantized its base, by the quantization error.
+    chooses, and on held-out data alone: without them, or if they cannot be read, which a note says, the result is None.
+    The losses differ by the rounding to the checkpoint's dtype and, if the run quantized its base, by the quantization
+    error.
 
     Raises:
         UserError: the run or the export cannot be opened.
@@ -53,6 +55,8 @@ def check_export(run: Path, exported: Path, rows: int = 256, *, rounded: bool = 
     trained = open_model(str(run), **options)
     read, data, pad, unread = _rows(trained, rows)
     if rounded and data != "held-out data":
+        if unread is not None:
+            note(f"losses are not compared: {unread}")
         return None
     expected, tokens = mean_loss(trained.model, read, pad)
     del trained

@@ -96,7 +96,7 @@ def complete(
         for numbers, written in zip(plan, finished, strict=False):
             texts.update(zip(numbers, written, strict=True))
         if texts:
-            console.print(f"continuing after {len(texts):,} of {len(ids) * samples:,} texts", highlight=False)
+            console.print(f"continuing after {len(texts):,} of {len(ids) * samples:,} texts")
         with counting(console, "generating", len(ids) * samples, len(texts)) as advance:
             for number in range(len(finished), len(plan)):
                 rows = [ids[index // samples] for index in plan[number]]

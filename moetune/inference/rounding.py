@@ -113,7 +113,7 @@ def measure(
             raise
         opened = find_in_16_bits(model, device, on_host=True)
         _refuse_unfit(opened, rows)
-        console.print("the model in 16 bits does not fit the card: its experts stay on the host", highlight=False)
+        console.print("the model in 16 bits does not fit the card: its experts stay on the host")
     plain, padding, loaded = evaluated(opened, rows, data, data), pad_token_id(opened.tokenizer), opened.model
     matrices = _matrices(run, loaded, storage)
 
@@ -124,7 +124,7 @@ def measure(
         return mean_loss(loaded, rows, padding)[0]
 
     parts = []
-    with counting(console, "rounding", len(matrices), 0) as advance:
+    with counting(console, "rounding", len(matrices)) as advance:
         for (layer, part), stacks in matrices.items():
             before = [stack.to("cpu", copy=True) for stack in stacks]
             cost = rounded_loss([(layer, part)]) - plain.loss

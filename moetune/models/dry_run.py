@@ -5,10 +5,8 @@ of identical layers and without experts, runs on fake tensors, in some hundredth
 are found so, whatever the architecture.
 """
 
-import ast
 import copy
 import inspect
-import linecache
 import re
 import traceback
 from typing import Any
@@ -51,8 +49,8 @@ class _NoExperts(nn.Module):
 def refuse_unrunnable(plain: PreTrainedModel) -> None:
     """Raise `UserError` if a model on the meta device cannot run, because settings of its configuration do not fit.
 
-    The message has the error, and the settings that the failing line of the model's code reads. Nothing is found out
-    of a model whose code reads the values of tensors.
+    The message has the error, and the settings that the code of the failing module reads. Nothing is found out of a
+    model whose code reads the values of tensors.
     """
     what = f"model type {plain.config.model_type!r}"
     for name, parameter in plain.named_parameters():
@@ -147,32 +145,17 @@ def unknown_rope_type(config: PretrainedConfig) -> str | None:
 def _settings(error: Exception, model: PreTrainedModel) -> str:
     """Return "PATH with SETTING VALUE, …: " for the module of transformers' code that raised an error.
 
-    The settings are those of the config that the failing statement uses; if none, all that the module's class uses.
+    The settings are those of the config that the code of the module's class names.
     """
     paths = {module: path for path, module in model.named_modules()}
-    frames = [*traceback.walk_tb(error.__traceback__)]
-    for frame, line in reversed(frames):
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         module: Any = frame.f_locals.get("self")
         if not paths.get(module) or not type(module).__module__.startswith("transformers.models."):
             continue
         config = getattr(module, "config", model.config.get_text_config())
-        source, statement = inspect.getsource(type(module)), _statement(frame.f_code.co_filename, line)
-        taken = dict(re.findall(r"self\.(\w+) = config\.(\w+)$", source, re.MULTILINE))
-        read = [taken[name] for name in re.findall(r"self\.(\w+)", statement) if name in taken]
-        names = read or re.findall(r"config(?:\.|, \")(\w+)", source)
+        names = re.findall(r"config(?:\.|, \")(\w+)", inspect.getsource(type(module)))
         values = {config.attribute_map.get(name, name): getattr(config, name, "") for name in names}
         sizes = [f"{name} {value}" for name, value in values.items() if value is None or type(value) is int]
         if sizes:
             return f"{paths[module]} with {', '.join(sizes)}: "
     return ""
-
-
-def _statement(file: str, line: int) -> str:
-    """Return the source of the statement in a Python file that a line belongs to."""
-    source = "".join(linecache.getlines(file))
-    around = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
-    ]
-    return ast.get_source_segment(source, around[-1]) or "" if around else ""

@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moetune.errors import UserError, shown, suggest
+from moetune.errors import UserError, one_line, shown, suggest
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.source_quantization import (
@@ -194,7 +194,7 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of errors for an invalid config.json
-        raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
+        raise UserError(f"model {path!r}: config.json is not valid: {one_line(error)}") from None
     if ignored := next(_ignored_rope(raw, config), None):
         raise UserError(f"model {path!r}: config.json {ignored}; say one thing, in rope_parameters")
     return _with_settings_beside(config, folder)
@@ -242,14 +242,9 @@ def _config_from_hub(path: str) -> PretrainedConfig:
     except Exception as error:  # no network, no such repository, no access, invalid config or remote code
         entries = map(find_model, model_names())
         hint = suggest(path, [entry.hub_id for entry in entries if entry is not None and entry.hub_id is not None])
-        why = _one_line(error) if reachable else UNREACHABLE
+        why = one_line(error) if reachable else UNREACHABLE
         raise UserError(
             f"model {path!r}: no such folder, and the hub did not give its configuration: {why}{hint} "
             f"{how_to_get(path)}"
         ) from None
     return _with_settings_beside(config, Path(beside))
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -69,8 +69,8 @@ def note(*texts: str) -> None:
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return a rich console that prints text literally, without markup or emoji; with `quiet` it prints nothing."""
-    return _Terminal(stderr=stderr, quiet=quiet, markup=False, emoji=False)
+    """Return a rich console that prints text literally, each line as one; with `quiet` it prints nothing."""
+    return _Terminal(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def quieten() -> None:

@@ -30,7 +30,7 @@ def loading_progress(console: Console, folder: str | None, passes: int = 1) -> I
 
 
 @contextmanager
-def counting(console: Console, what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
+def counting(console: Console, what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
     """Show a bar on a terminal, with the label `what`, at `done` of `total` items; yield a function to be called with
     the number of items finished since its last call."""
     columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
@@ -67,7 +67,7 @@ class ProgressBar:
         step = line["step"]
         if "eval_loss" in line:
             loss = "not finite" if line["eval_loss"] is None else f"{line['eval_loss']:.4f}"
-            self.console.print(f"step {step}: held-out loss {loss}", highlight=False, soft_wrap=True)
+            self.console.print(f"step {step}: held-out loss {loss}")
             return
         loss = "" if line["loss"] is None else f"loss {line['loss']:.4f}  "
         news = f"{loss}{line['tokens_per_second']:,.0f} tokens/s"
@@ -76,11 +76,8 @@ class ProgressBar:
             return
         seconds = round((time.monotonic() - self._began) / max(step - self._first_step, 1) * (self._steps - step))
         memory = "" if line["peak_allocated"] is None else f"  {gib(line['peak_allocated'])}"
-        self.console.print(
-            f"step {step}/{self._steps}: {news}  lr {line['lr']:.3g}{memory}  {timedelta(seconds=seconds)} left",
-            highlight=False,
-            soft_wrap=True,
-        )
+        left = timedelta(seconds=seconds)
+        self.console.print(f"step {step}/{self._steps}: {news}  lr {line['lr']:.3g}{memory}  {left} left")
 
     def stop(self) -> None:
         """Stop the bar and restore the cursor; also to be called after an error."""

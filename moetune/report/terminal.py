@@ -20,11 +20,8 @@ def show(what: View | ViewSection | Table | RenderableType, console: Console, *,
 
     With `verbose`, print everything in a view: its detail sections too, and what its `brief` lines stand for.
     """
-    if isinstance(what, str):
-        console.print(what, highlight=False, soft_wrap=True)
-        return
     for renderable in _whole(what, verbose) if isinstance(what, View) else [_part(what)]:
-        console.print(renderable, highlight=False, crop=False)
+        console.print(renderable, crop=False, soft_wrap=isinstance(what, str))
 
 
 def _whole(view: View, verbose: bool) -> Iterator[RenderableType]:

@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 
 from moetune.config.schema import DataConfig, RunConfig, data_sets
-from moetune.errors import UserError
+from moetune.errors import collected, raise_problems
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
 
@@ -52,9 +52,10 @@ def read_sources(
     config, model = run.config, run.model.source
     tokenizer = tokenizer_of(model.name, model.folder)
     options = {} if config.data is None else config.data.model_dump(exclude={"train", "split", "eval", "validation"})
-    sources, problems = [], []
+    sources: list[RoutedData] = []
+    problems: list[str] = []
     for name in ("held-out data",) if data is None else data:
-        try:
+        with collected(problems):
             if data is None:
                 assert config.data is not None
                 read = load_data(config.data, tokenizer, config.train, now)
@@ -68,10 +69,7 @@ def read_sources(
             for note in counts.unread:
                 print(f"note: {note}", file=sys.stderr)
             sources.append(some_of(name, rows, config, tokens))
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
+    raise_problems(problems)
     padding = pad_token_id(tokenizer)
     refuse_unknown_tokens(run.model.settings, config.model.path, padding, *(source.rows for source in sources))
     return sources, padding

@@ -53,7 +53,7 @@ def drift(
     console = console or terminal(stderr=True)
     finished = open_run(path)
     for note in finished.notes:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        console.print(f"note: {note}")
     # one process routes the data, on however many ranks the run was trained
     alone = HardwareConfig(gpu=finished.config.hardware.gpu)
     config = to_score(finished.config).but(parallel=ParallelConfig(), hardware=alone)

@@ -25,11 +25,9 @@ from moetune.training.step.loss import IGNORED
 
 REPLICATES = 200
 """R, bootstrap replicates for the confidence intervals of expert load."""
-_DONE = "done"
 RoutingSums = dict[str, Tensor]
-"""Sums by name: `<source>.<layer>.<scope>.<statistic>`; the number of tokens of a scope as `<source>.<scope>.count`;
-`done`, the number of batches that all sums contain. `<source>` is the index of a data set; a scope is `loss`, tokens
-that carry loss, or `all`, all tokens but padding.
+"""Sums by name: `<source>.<layer>.<scope>.<statistic>`; the number of tokens of a scope as `<source>.<scope>.count`.
+`<source>` is the index of a data set; a scope is `loss`, tokens that carry loss, or `all`, all tokens but padding.
 
 Statistics: `pairs` [E, E], tokens that two experts share, with an expert's own tokens on the diagonal; `replicates` [R,
 E], tokens of each expert in a replicate; sums [E] of routing weights (`weight`), of routing weight × output norm
@@ -44,18 +42,17 @@ class Recorder:
     in float64. The constructor registers hooks on the model; `remove` removes them.
 
     Attributes:
-        sums: the sums so far; at first those of an interrupted pass, if given.
+        sums: the sums so far.
         choices: None; or a dict, set by the caller, that is filled with layer number -> for each batch, the ids [T, K]
             of the experts of its tokens that carry loss, in ascending order.
         layers: the MoE layers by their number.
     """
 
-    def __init__(self, adapted: Adapted, sums: RoutingSums | None = None) -> None:
-        self.sums: RoutingSums = {} if sums is None else sums
+    def __init__(self, adapted: Adapted) -> None:
+        self.sums: RoutingSums = {}
         self.choices: dict[int, list[Tensor]] | None = None
         self.layers = {layer.index: layer for layer in adapted.structure.moe_layers}
         self._batch: _Tokens | None = None
-        self._of_batch: RoutingSums = {}
         self._logits: dict[int, Tensor] = {}
         self._chosen: dict[int, tuple[Tensor, Tensor]] = {}  # ids and weights [T, K]
         self._expert_hooks = adapted.expert_context.hooks
@@ -89,8 +86,7 @@ class Recorder:
     def batch(
         self, batch: Batch, documents: int, source: int = 0, number: int = 0, *, counts: bool = True
     ) -> Iterator[None]:
-        """Record what the model computes on one batch inside this context; if the body raises, leave the sums as they
-        were.
+        """Record what the model computes on one batch inside this context.
 
         Args:
             documents: how many documents the batch has (`documents_of`).
@@ -99,23 +95,15 @@ class Recorder:
             counts: False to run the batch without recording it, on a rank that has no batch left and only takes part in
                 the computation of the others.
         """
-        if not counts:
-            with self._expert_hooks.using(norms=self._saw_norms):
-                yield
-            return
-        self._batch, self._of_batch = (tokens := _Tokens.of(batch, documents, source, number)), {}
-        for scope, mask_T in tokens.scopes.items():
-            self._of_batch[f"{source}.{scope}.count"] = mask_T.sum()
-        try:
-            with self._expert_hooks.using(norms=self._saw_norms):
-                yield
-            added = {name: self.sums[name] + x if name in self.sums else x for name, x in self._of_batch.items()}
-            # One assignment, so that after an interruption a batch is in all sums or in none.
-            self.sums = {**self.sums, **added, _DONE: torch.tensor(number + 1)}
-        finally:
-            self._batch, self._of_batch = None, {}
-            self._logits.clear()
-            self._chosen.clear()
+        if counts:
+            self._batch = _Tokens.of(batch, documents, source, number)
+            for scope, mask_T in self._batch.scopes.items():
+                self._add_to(f"{source}.{scope}.count", mask_T.sum())
+        with self._expert_hooks.using(norms=self._saw_norms):
+            yield
+        self._batch = None
+        self._logits.clear()
+        self._chosen.clear()
 
     def total(self, ranks: Ranks) -> RoutingSums:
         """Return the sums over all ranks, on the CPU, to every rank. Ranks that read the same data are counted once."""
@@ -123,16 +111,8 @@ class Recorder:
         total: RoutingSums = {}
         for sums in ranks.gather(mine):
             for name, value in sums.items():
-                if name not in total:
-                    total[name] = value
-                else:
-                    total[name] = total[name].maximum(value) if name == _DONE else total[name] + value
+                total[name] = total[name] + value if name in total else value
         return total
-
-    @property
-    def done(self) -> int:
-        """The number of batches that the sums contain."""
-        return int(self.sums[_DONE]) if _DONE in self.sums else 0
 
     def _saw_norms(self, layer: int, norms_TK: Tensor) -> None:
         """Add the statistics of a layer once its experts have run; `norms_TK` are the L2 norms of their outputs."""
@@ -161,21 +141,23 @@ class Recorder:
         logits = self._logits.pop(layer.index, None)
         log_p_TE = None if logits is None else logits.reshape(-1, experts).double().log_softmax(-1)
         p_TE = None if log_p_TE is None else log_p_TE.exp()
-        add = self._of_batch
         for scope, mask_T in tokens.scopes.items():
             where = f"{tokens.source}.{layer.index}.{scope}"
             mask_T1 = mask_T.double()[:, None]
             masked_TE = chosen_TE * mask_T1
             # Sums of ones in float64 are whole numbers up to 2^53, and CUDA multiplies no integer matrices.
-            add[f"{where}.pairs"] = (masked_TE.T @ chosen_TE).round().long()
+            self._add_to(f"{where}.pairs", (masked_TE.T @ chosen_TE).round().long())
             by_document_DE = torch.zeros(tokens.drawn_RD.shape[1], experts, dtype=torch.double, device=ids_TK.device)
             by_document_DE.index_add_(0, tokens.document_T, masked_TE)
-            add[f"{where}.replicates"] = (tokens.drawn_RD @ by_document_DE).round().long()
-            add[f"{where}.weight"] = (weights_TE * mask_T1).sum(0)
-            add[f"{where}.reap"] = (reap_TE * mask_T1).sum(0)
+            self._add_to(f"{where}.replicates", (tokens.drawn_RD @ by_document_DE).round().long())
+            self._add_to(f"{where}.weight", (weights_TE * mask_T1).sum(0))
+            self._add_to(f"{where}.reap", (reap_TE * mask_T1).sum(0))
             if p_TE is not None and log_p_TE is not None:
-                add[f"{where}.probability"] = (p_TE * mask_T1).sum(0)
-                add[f"{where}.entropy"] = -(torch.nan_to_num(p_TE * log_p_TE) * mask_T1).sum()
+                self._add_to(f"{where}.probability", (p_TE * mask_T1).sum(0))
+                self._add_to(f"{where}.entropy", -(torch.nan_to_num(p_TE * log_p_TE) * mask_T1).sum())
+
+    def _add_to(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def scores(self, sources: list[int]) -> dict[int, LayerScores]:
         """Return layer number -> statistics over the data sets of these indices together; `UserError` if outputs of

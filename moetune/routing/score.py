@@ -1,24 +1,20 @@
-"""`moetune score`: a forward pass over data sets counts what each expert receives; resumes.
+"""`moetune score`: a forward pass over data sets counts what each expert receives.
 
 For each expert, its tokens, routing weights and REAP score (mean of routing weight × norm of the expert's output, arXiv
 2510.13999) are recorded, and how often it is chosen together with each other expert. The model computes as in training:
 the same precision of the base, the same rows made of documents, experts on the host if the run file says so. Only the
-decoder stack runs, because no logits are needed. The sums from which the scores follow (`RoutingSums`) are saved beside
-the output, so that the same command continues an interrupted pass. Of n ranks with different data, each reads every
-n-th batch, and the sums of all ranks are added.
+decoder stack runs, because no logits are needed. Of n ranks with different data, each reads every n-th batch, and the
+sums of all ranks, from which the scores follow (`RoutingSums`), are added.
 """
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
-from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
 from moetune.adapt.attention import document_inputs
@@ -27,25 +23,23 @@ from moetune.adapt.start_from.start import open_start
 from moetune.atomic import NEW, aside, aside_of, publish, sweep, writing
 from moetune.config.load import load_run_config
 from moetune.config.schema import AdaptConfig, ChoiceConfig, RunConfig
-from moetune.errors import UserError, reading
+from moetune.errors import UserError, raise_problems
 from moetune.files import write_whole
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
 from moetune.report.progress import counting, loading_progress
 from moetune.routing.data_sets import RoutedData, read_sources
-from moetune.routing.recorder import Recorder, RoutingSums, documents_of
+from moetune.routing.recorder import Recorder, documents_of
 from moetune.run import validation
 from moetune.run.dtypes import device_kind
-from moetune.run.resolve import AnyRun, ResolvedRun, raise_problems, resolve
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.scores import Scored, Scores, read_scores
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.step.batch import Row, collate
 from moetune.training.step.lm_head import split
 
 TOKENS = 131_072
-SAVE_SECONDS = 60.0
-_SUMS = "sums.safetensors"
 
 
 def to_score(config: RunConfig) -> RunConfig:
@@ -84,25 +78,19 @@ def score(
     overwrite: bool = False,
     device: torch.device | str | None = None,
     console: Console | None = None,
-    save_seconds: float = SAVE_SECONDS,
-    on_batch: Callable[[int], None] = lambda done: None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Scores:
     """Run a model over data sets, and return statistics of the experts that its routers choose, for each layer.
-
-    A pass over the same base and data, with the same settings, that was interrupted is continued.
 
     Args:
         run: a run file; or a resolved run, whose configuration must come from `to_score`.
         data: data sets: files or names as under `data.train`. Of several, the result also has the statistics of each.
         tokens: the number of tokens to read from each data set, padding not counted. Whole rows are read, in a random
             order seeded by `train.seed`.
-        out: the file to write the scores to, when they are complete; None to write nothing, not even the sums.
+        out: the file to write the scores to, when they are complete; None to write nothing.
         overwrite: replace earlier scores in `out`.
         device: by default the first device of the kind that the run is resolved for.
         console: where progress and notes are printed; by default stderr, of the first rank alone.
-        save_seconds: the time between two saves of the sums, in seconds.
-        on_batch: called after each batch with the number of batches that all ranks have read.
         ranks: the ranks of the run, of which this process is one.
 
     Raises:
@@ -130,29 +118,12 @@ def score(
     adapted, base = load_base(run, run.device(device), console, ranks)
     content = None if base is None else base.fingerprint.content
     settings = _settings(config)
-    task = {"command": "score", "base": content, "data": [source.digest for source in sources], "run": settings}
     with ExitStack() as stack:
-        sums = None
         if out is not None and ranks.is_first:
             stack.enter_context(writing(out))
-            sums = stack.enter_context(aside(out, task, overwrite=overwrite)) / _SUMS
-        recorder = Recorder(adapted, _read_sums(sums, adapted.model.device))
-        saved = time.monotonic()
-
-        def save(done: int) -> None:
-            """After a batch: save the sums of all ranks every `save_seconds`, and call `on_batch`."""
-            nonlocal saved
-            if ranks.any(time.monotonic() - saved >= save_seconds):
-                _write_sums(sums, recorder.total(ranks))
-                saved = time.monotonic()
-            on_batch(done)
-
-        try:
-            record_batches(recorder, adapted, sources, padding, console, save)
-        except KeyboardInterrupt:
-            if ranks.is_single:  # other ranks may be at other batches; the sums saved last stay
-                _write_sums(sums, recorder.sums)
-            raise
+            stack.enter_context(aside(out))
+        recorder = Recorder(adapted)
+        record_batches(recorder, adapted, sources, padding, console)
         recorder.sums = recorder.total(ranks)
         scores = _scores(recorder, sources, config.model.path, content, settings)
         if out is not None and ranks.is_first:
@@ -177,21 +148,16 @@ def load_base(
     with loading_progress(console, weights) as on_read:
         adapted, base = build_noting(run, device, on_read, ranks)
     for note in start.load(adapted, base) if start is not None else ():
-        console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
+        console.print(f"{config.adapt.start_from}: {note}")
     if config.packs:
         refuse_leaky_packing(adapted.model, config.train.micro_batch, config.train.sequence_length)
     return adapted, base
 
 
 def record_batches(
-    recorder: Recorder,
-    adapted: Adapted,
-    sources: Sequence[RoutedData],
-    padding: int,
-    console: Console,
-    on_batch: Callable[[int], None] = lambda done: None,
+    recorder: Recorder, adapted: Adapted, sources: Sequence[RoutedData], padding: int, console: Console
 ) -> None:
-    """Run all batches of `train.micro_batch` rows that the recorder has not counted yet, and remove its hooks.
+    """Run all batches of `train.micro_batch` rows, and remove the recorder's hooks.
 
     All ranks run the same number of batches, because they compute together: one that has a batch fewer runs the last
     one again, without recording it.
@@ -199,25 +165,19 @@ def record_batches(
     Args:
         sources: the data sets, which are read one after the other; a batch holds rows of one of them.
         padding: id of the padding token.
-        on_batch: called after each batch with the number of batches that all ranks have read.
     """
     ranks, size = adapted.ranks, adapted.run.config.train.micro_batch
-    done = max(ranks.gather(recorder.done))
     adapted.model.eval()
     plan = [(number, at) for number, source in enumerate(sources) for at in range(0, len(source.rows), size)]
-    if done:
-        console.print(f"continuing after {done} of {len(plan)} batches", highlight=False)
     try:
-        with counting(console, "scoring", len(plan), done) as advance, torch.no_grad():
-            for first in range(done, len(plan), ranks.data_size):
+        with counting(console, "scoring", len(plan)) as advance, torch.no_grad():
+            for first in range(0, len(plan), ranks.data_size):
                 mine = first + ranks.data_index
                 number, at = plan[min(mine, len(plan) - 1)]
                 source = sources[number]
                 rows = [source.row(index) for index in range(at, min(at + size, len(source.rows)))]
                 record_batch(recorder, adapted, rows, padding, number, mine, counts=mine < len(plan))
-                ended = min(first + ranks.data_size, len(plan))
-                advance(ended - first)
-                on_batch(ended)
+                advance(min(ranks.data_size, len(plan) - first))
     finally:
         recorder.remove()
 
@@ -307,18 +267,3 @@ def _refuse_output(out: Path, overwrite: bool) -> None:
         read_scores(out, "--overwrite replaces scores only: --out")
     if not out.absolute().parent.is_dir():
         raise UserError(f"--out {str(out)!r}: there is no folder {str(out.absolute().parent)!r}")
-
-
-def _read_sums(file: Path | None, device: torch.device) -> RoutingSums | None:
-    """Return the sums that an interrupted pass saved in `file`, moved to `device`; None if there are none. Raise
-    `UserError` if the file is damaged."""
-    if file is None or not file.is_file():
-        return None
-    with reading(repr(str(file)), "remove it"):
-        return {name: value.to(device) for name, value in load_file(file).items()}
-
-
-def _write_sums(file: Path | None, sums: RoutingSums) -> None:
-    """Save the sums in place of those saved before; with `file` None, do nothing."""
-    if file is not None:
-        write_whole(file, as_safetensors({name: value.contiguous().cpu() for name, value in sums.items()}))

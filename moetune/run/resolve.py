@@ -10,7 +10,7 @@ from moetune.compat.transformers import set_attention
 from moetune.config.load import load_run_config
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig, ResolvedTrain, resolved
 from moetune.config.schema import ModelConfig, RunConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, raise_problems
 from moetune.files import expanded
 from moetune.formats.source_quantization import remove_settings
 from moetune.models.dry_run import refuse_unrunnable
@@ -28,7 +28,7 @@ from moetune.run.linears import read_directly
 from moetune.run.merge_into import merge_problems
 from moetune.run.names import parts_by_name
 from moetune.run.placement import balance_experts
-from moetune.run.resolved import ResolvedModel, ResolvedRun, raise_problems
+from moetune.run.resolved import ResolvedModel, ResolvedRun
 
 AnyRun = ResolvedRun | RunConfig | Path | str
 """A run in any accepted form: a resolved run, a `RunConfig`, or the path of a run file."""

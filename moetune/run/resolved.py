@@ -329,9 +329,3 @@ class ResolvedRun:
                     f"{where}: the scores are of {scores.model!r} ({theirs}), and model.path is {model!r} ({ours}); "
                     "record them again with moetune score"
                 )
-
-
-def raise_problems(problems: Iterable[str]) -> None:
-    """Raise one `UserError` with all distinct problems, one on each line; return if there are none."""
-    if lines := dict.fromkeys(problems):
-        raise UserError("\n".join(lines))

@@ -16,7 +16,7 @@ from moetune.compat.transformers import has_sinks, supports_attention
 from moetune.config.fields import ranges
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.config.schema import BASE_PARTS, BaseConfig, KeptConfig, ModelConfig, OptimizerConfig, RunConfig
-from moetune.errors import UserError, counted
+from moetune.errors import UserError, counted, raise_problems
 from moetune.formats.source_quantization import SourceQuantization
 from moetune.formats.table import FORMATS
 from moetune.models.dry_run import flow_of
@@ -26,7 +26,7 @@ from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import recomputes_layers, unknown_layers
 from moetune.run.linears import LEFT_ALONE, SPLIT, read_directly, style_of, tables, tensor_plan
-from moetune.run.resolved import ResolvedRun, raise_problems
+from moetune.run.resolved import ResolvedRun
 from moetune.run.stages import stages_a_rank
 
 

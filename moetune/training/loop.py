@@ -173,7 +173,9 @@ class Loop:
                     if signal:
                         ranks.barrier()  # the launcher stops the first rank, which still writes, once another has ended
                         interrupted = Interrupted(signal)
-                        self._say(f"{interrupted}: step {self.step} is saved in {self.folder.checkpoints()[-1]}")
+                        self.console.print(
+                            f"{interrupted}: step {self.step} is saved in {self.folder.checkpoints()[-1]}"
+                        )
                         raise interrupted
 
     # --- A step -----------------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ class Loop:
         moment = {"phase": where.phase, "micro_step": where.micro_step}
         smaller = {"micro_batch": train.micro_batch, "accumulate": train.accumulate}
         self.folder.append_metrics({"step": where.step, "out_of_memory": moment, **smaller})
-        self._say(
+        self.console.print(
             f"step {where.step}: out of memory in {where.phase}, micro-step {where.micro_step}; the step is run again "
             f"with train.micro_batch {train.micro_batch}, train.accumulate {train.accumulate}"
         )
@@ -276,9 +278,6 @@ class Loop:
             raise UserError(f"step {self.step + 1}: {error}") from None
 
     # --- Between steps ----------------------------------------------------------------------------------------------
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
 
     def _log(self, line: dict[str, Any], epoch: float) -> None:
         """Write a line to `metrics.jsonl`, and pass it to the watcher and, with the fractional `epoch`, to trackers."""

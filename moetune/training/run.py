@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from math import ceil
@@ -21,7 +20,7 @@ from moetune.adapt.weights.quantized_base import check_quantized_base
 from moetune.compat.deepspeed import keep_quiet
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
-from moetune.errors import UserError, counted
+from moetune.errors import UserError, collected, counted, raise_problems
 from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.models.hub.fingerprint import Base
@@ -30,7 +29,7 @@ from moetune.parallel.ranks import Ranks, local_tensor
 from moetune.run import validation
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.keeps import is_open
-from moetune.run.resolve import ResolvedRun, raise_problems
+from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets, data_of, pad_token_id
 from moetune.training.folder.run_folder import (
     BASE_FILE,
@@ -109,30 +108,26 @@ def train(
     if missing:
         raise UserError(f"moetune train needs {' and '.join(f'{name}:' for name in missing)} in the run file")
     output = str(run.config.output)
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
     now = ranks.gather(datetime.now())[0]  # one time for all, of which templates write the date
     with closing(RunWriter(Path(output), ranks)) as folder:
         # Check run folder, run file, trackers, DeepSpeed and data, and report all problems at once.
         problems: list[str] = []
-        with _noted_in(problems):
+        with collected(problems):
             checkpoint = folder.check(run.config, resume, overwrite)
-        with _noted_in(problems):
+        with collected(problems):
             plain = _without_weights(run)
-        with _noted_in(problems):
+        with collected(problems):
             if overwrite:
                 _refuse_start_inside(run.config)
-        with _noted_in(problems):
+        with collected(problems):
             check_reporters(run.config.train.report_to)
-        with _noted_in(problems):
+        with collected(problems):
             if run.config.parallel.engine == "deepspeed":
                 require_deepspeed()
-        with _noted_in(problems):
+        with collected(problems):
             began = (None if resume == "never" else folder.clock()) or now
             data, tokenizer = data_of(run.config, run.model.source, run.model.settings, began)
-        raise_problems(dict.fromkeys(problems))
+        raise_problems(problems)
         # A resumed run does not read `adapt.start_from`, which may have been deleted since.
         start = open_start(plain) if checkpoint is None else None
         counts = count_trainable(plain)
@@ -141,28 +136,30 @@ def train(
             run = replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
         config, packing = run.config, run.config.data is not None and run.config.data.packing
         for line in _summary(config, counts, data):
-            say(line)
+            console.print(line)
         if dry_run:
             return TrainResult(output, 0, counts, 0, None, None)
         if checkpoint is not None and (way := _way_to_go_on(folder, checkpoint, config)) is not None:
-            say(f"{checkpoint} is where this run ends; to go on, raise {way}")
-            _complete(run, folder, say)
+            console.print(f"{checkpoint} is where this run ends; to go on, raise {way}")
+            _complete(run, folder, console)
             step, _, tokens = read_state(checkpoint)
             return TrainResult(output, step, counts, tokens, *_held_out(folder))
 
         # Build the model. Check model, inputs and kernels.
         if checkpoint is not None:
             folder.base()  # raises if base.json is damaged, before the weights are read
-        run = checked(run, device, ranks, say)
+        run = checked(run, device, ranks, console.print)
         # what was in place of `auto` before the interruption gives the same numbers again
         before = None if checkpoint is None else load_run_config(folder.path / RUN_FILE).train
         if is_open(run.config.train) and not ranks.is_single and before is None:
-            say("note: what fits is not known before the ranks start, so layers keep nothing more than their input")
+            console.print(
+                "note: what fits is not known before the ranks start, so layers keep nothing more than their input"
+            )
         stages = ranks.gather(run.stages)[0]  # the first rank's, should others have predicted otherwise
         run = run.cut_into(stages) if run.config.parallel.pp > 1 else run
         run = watcher.settled(run, before) if ranks.is_single else run.settled_as(before)
         config = run.config
-        inputs = _inputs(run, folder, data, checkpoint, say)
+        inputs = _inputs(run, folder, data, checkpoint, console)
         weights = run.model.source.folder if config.model.weights == "pretrained" else None
         with noting_base(run.model, ranks) as noted, watcher.reading(weights) as on_read:
             try:
@@ -171,13 +168,13 @@ def train(
                 raise watcher.out_of_memory(run, None) or error from None
             base = noted()
         if not inputs.config:  # `build` has downloaded the model, and its config.json is there now
-            inputs = _inputs(run, folder, data, checkpoint, say)
+            inputs = _inputs(run, folder, data, checkpoint, console)
         _refuse_different_ranks(adapted, inputs, base)
         run.refuse_other_scores(None if base is None else base.fingerprint.content)
         if checkpoint is not None and base is not None:
-            _refuse_other_base(folder, config, base, say)
+            _refuse_other_base(folder, config, base, console)
         for note in start.load(adapted, base) if start is not None else ():
-            say(f"{config.adapt.start_from}: {note}")
+            console.print(f"{config.adapt.start_from}: {note}")
         # Before any forward pass: under FSDP2 gathered weights are then in the place of those that train.
         warnings = RunWarnings(adapted, counts["total"], console)
         if packing:
@@ -193,13 +190,15 @@ def train(
         warnings.about_data(data)
         if checkpoint is not None:
             for reason in folder.damaged:
-                say(f"skipping damaged {reason}")
-            say(f"resuming from {checkpoint}")
+                console.print(f"skipping damaged {reason}")
+            console.print(f"resuming from {checkpoint}")
             steps, schedule = config.train.steps, config.train.schedule
             if before is not None and before.steps != steps and schedule != "constant":
-                say(f"the {schedule} schedule of {before.steps} steps is now that of {steps}, so learning rates jump")
+                console.print(
+                    f"the {schedule} schedule of {before.steps} steps is now that of {steps}, so learning rates jump"
+                )
             if not folder.metrics():
-                say(f"{METRICS_FILE} is gone or was moved away: the run goes on without its earlier losses")
+                console.print(f"{METRICS_FILE} is gone or was moved away: the run goes on without its earlier losses")
         loop, failed = None, None
         try:
             loop = Loop(adapted, data, folder, pad_token_id(tokenizer), console, warnings, watcher, checkpoint)
@@ -221,14 +220,6 @@ def train(
         assert loop is not None
         warnings.at_end(loop.total_load)
         return TrainResult(output, loop.step, counts, loop.tokens, *_held_out(folder))
-
-
-@contextmanager
-def _noted_in(problems: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        problems.append(str(error))
 
 
 def _refuse_start_inside(config: RunConfig) -> None:
@@ -287,7 +278,7 @@ def _summary(config: RunConfig, counts: dict[str, int], sets: Datasets) -> list[
     return lines
 
 
-def _complete(run: ResolvedRun, folder: RunWriter, say: Callable[[str], None]) -> None:
+def _complete(run: ResolvedRun, folder: RunWriter, console: Console) -> None:
     """Finish the folder of a run that was killed after its last step: write a missing `base.json`, remove temporary
     files."""
     folder.lock()
@@ -295,14 +286,12 @@ def _complete(run: ResolvedRun, folder: RunWriter, say: Callable[[str], None]) -
         with noting_base(run.model, folder.ranks) as noted:
             base = noted()
         assert base is not None  # only random weights have none
-        _refuse_other_base(folder, run.config, base, say)
+        _refuse_other_base(folder, run.config, base, console)
         folder.write_base(base)
     folder.remove_leftovers()
 
 
-def _inputs(
-    run: ResolvedRun, folder: RunWriter, data: Datasets, checkpoint: Path | None, say: Callable[[str], None]
-) -> Inputs:
+def _inputs(run: ResolvedRun, folder: RunWriter, data: Datasets, checkpoint: Path | None, console: Console) -> Inputs:
     """Return the inputs of the run (data, tokenizer, configuration), to be recorded in `inputs.json`.
 
     With a `checkpoint` to resume from, compare them with those that it recorded. Print a note for each harmless change;
@@ -313,11 +302,11 @@ def _inputs(
         return inputs
     before = folder.inputs(checkpoint)
     for note in before.refuse_others(inputs, f"the run in {str(folder.path)!r}"):
-        say(note)
+        console.print(note)
     return replace(inputs, run=before.run)
 
 
-def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, say: Callable[[str], None]) -> None:
+def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, console: Console) -> None:
     """Raise `UserError` if the base, as it is `now`, is not the one that the resumed run began with (`base.json`).
 
     Print a note instead if `base.json` is missing.
@@ -326,7 +315,7 @@ def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, say: Cal
     if before is not None:
         refuse_changed_base(before, now.fingerprint, f"the run in {str(folder.path)!r}", config.model.path)
         return
-    say(
+    console.print(
         f"{folder.path / BASE_FILE} is missing: whether {config.model.path} is what the run was trained on cannot "
         "be known; it is taken to be, and noted now"
     )

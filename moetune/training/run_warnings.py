@@ -8,11 +8,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.documents import documents_one_by_one
 from moetune.config.schema import RunConfig, TrainConfig
 from moetune.errors import UserError, counted, first_of
 from moetune.experts.host import copy_on_host
-from moetune.models.stack import decoder_layers
 from moetune.parallel.ranks import local_tensor
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
@@ -61,12 +59,11 @@ class RunWarnings:
             self._kinds.append(kind)
         if (kind, about) not in self._said:
             self._said.add((kind, about))
-            self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
+            self.console.print(f"note: {text}")
 
     def about_data(self, data: Datasets) -> None:
         """Warn of settings without use, of a router loss that only config.json asks for, of documents longer than the
-        model has positions or than transformers computes right, of linear layers that cannot have LoRA, and of layers
-        that compute one document after the other.
+        model has positions or than transformers computes right, and of linear layers that cannot have LoRA.
 
         Called once, before the first step; every line of metrics repeats these warnings' kinds.
         """
@@ -77,12 +74,6 @@ class RunWarnings:
                 "LoRA left out",
                 f"no LoRA on {len(left_out)} linear layers of adapt.lora.targets ({', '.join(left_out[:3])}, …): the "
                 "model reads their weights without calling them, or no gradient reaches them",
-            )
-        if layers := sum(map(documents_one_by_one, decoder_layers(self.adapted.model).values())):
-            self.say(
-                "document by document",
-                f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run on one document "
-                "after the other, which is exact, and slower the more documents a sequence has",
             )
         settings = self.adapted.run.model.settings.get_text_config()
         if getattr(settings, "output_router_logits", False) and self.adapted.run.config.train.router_aux_loss == 0:

@@ -74,11 +74,7 @@ class MemoryRecord:
         try:
             return predicted(self.loop.smaller_run(), self.card, routing)
         except Exception as error:  # a model's own code can raise anything
-            self.console.print(
-                f"memory of this run cannot be predicted ({one_line(error)}); it trains without",
-                highlight=False,
-                soft_wrap=True,
-            )
+            self.console.print(f"memory of this run cannot be predicted ({one_line(error)}); it trains without")
             return Predicted()
         finally:
             set_generator_states(drawn, self.device)

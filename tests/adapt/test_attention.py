@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from moetune.adapt import attention
 from moetune.adapt.attention import (
+    BY_DOCUMENTS,
     MASKED_SINKS,
     VARLEN,
-    VARLEN_CPU,
     attention_for,
     cu_seqlens,
     give_way_to_masks,
@@ -24,6 +24,7 @@ from moetune.errors import UserError
 from moetune.models.structure import meta_model
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.step.batch import collate
+from tests.adapt.flash_on_cpu import flash_on_cpu  # noqa: F401  # a fixture
 from tests.thinned import thinned
 from tests.toys import VOCAB, expert_model_types, toy_config, toy_model
 
@@ -79,6 +80,7 @@ POSITIONS = torch.stack(
 )
 
 
+@pytest.mark.usefixtures("flash_on_cpu")
 @pytest.mark.parametrize(
     "model_type", thinned([*ACCEPTED, *USUAL], 6, ("mixtral", "qwen3_moe", "deepseek_v3", "granitemoe"))
 )
@@ -88,15 +90,17 @@ def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> Non
     seen = []
     split_by_documents(model)
     lengths = document_lengths([10, 14, 17, 7])
-    for name, documents in (("sdpa", lengths), (VARLEN_CPU, lengths | cu_seqlens([10, 14, 17, 7]))):
+    offsets = lengths | cu_seqlens([10, 14, 17, 7])
+    for name, documents in (("sdpa", lengths), (BY_DOCUMENTS, offsets), (VARLEN, offsets)):
         model.zero_grad()
         with_attention(model, name)
         logits = model(input_ids=ids, position_ids=POSITIONS, use_cache=False, **documents).logits
         logits.float().logsumexp(-1).sum().backward()
         seen.append([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert len(seen[0]) == len(seen[1]) > 1
-    for masked, told in zip(*seen, strict=True):
-        assert (masked - told).abs().max() <= 1e-5 * masked.abs().max().clamp(min=1.0)
+    assert len(seen[0]) > 1
+    for masked, *by_offsets in zip(*seen, strict=True):
+        for told in by_offsets:
+            assert (masked - told).abs().max() <= 1e-5 * masked.abs().max().clamp(min=1.0)
 
 
 @pytest.mark.full
@@ -130,15 +134,17 @@ def test_only_packed_runs_on_a_gpu_take_them() -> None:
 
 def test_models_with_sinks_take_them_on_a_cpu_too_and_else_a_mask() -> None:
     assert chosen("gpt_oss", L40S) == VARLEN
-    assert chosen("gpt_oss", None) == chosen("gpt_oss", None, dtype=torch.float32) == VARLEN_CPU
+    assert chosen("gpt_oss", None) == chosen("gpt_oss", None, dtype=torch.float32) == BY_DOCUMENTS
     assert chosen("gpt_oss", L40S, packing=False) == chosen("gpt_oss", None, packing=False) == MASKED_SINKS
     assert chosen("gpt_oss", T4) == chosen("deepseek_v4", L40S) == chosen("hy_v4", None) == MASKED_SINKS
     assert chosen("gpt_oss", L40S, attention_dropout=0.1) == MASKED_SINKS
     assert chosen("gpt_oss", L40S, "eager") == "eager"
 
 
+@pytest.mark.usefixtures("flash_on_cpu")
+@pytest.mark.parametrize("name", [BY_DOCUMENTS, VARLEN])
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
-def test_attention_gives_way_to_a_mask_where_a_pass_needs_one(model_type: str) -> None:
+def test_attention_gives_way_to_a_mask_where_a_pass_needs_one(model_type: str, name: str) -> None:
     """Rows padded on the left, and keys of earlier tokens; padding on the right needs none."""
     model: Any = toy_model(model_type).eval().float()
     ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -148,15 +154,15 @@ def test_attention_gives_way_to_a_mask_where_a_pass_needs_one(model_type: str) -
     wanted = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = [model(input_ids=ids, attention_mask=mask, use_cache=False).logits for mask in (left, right)]
     written = model.generate(input_ids=ids, attention_mask=left, use_cache=True, **wanted)
-    with_attention(model, VARLEN_CPU)
+    with_attention(model, name)
     give_way_to_masks(model)
     padded = model(input_ids=ids, attention_mask=right, use_cache=False).logits
-    assert model.config._attn_implementation == VARLEN_CPU
+    assert model.config._attn_implementation == name
     torch.testing.assert_close(padded[right == 1], expected[1][right == 1], atol=1e-5, rtol=1e-4)
     padded = model(input_ids=ids, attention_mask=left, use_cache=False).logits
     assert model.config._attn_implementation == (MASKED_SINKS if model_type == "gpt_oss" else "sdpa")
     torch.testing.assert_close(padded[left == 1], expected[0][left == 1], atol=1e-5, rtol=1e-4)
-    with_attention(model, VARLEN_CPU)
+    with_attention(model, name)
     give_way_to_masks(model)
     assert model.generate(input_ids=ids, attention_mask=left, use_cache=True, **wanted).equal(written)
 
@@ -174,11 +180,12 @@ def test_the_collator_tells_them_to_models_that_ask() -> None:
     assert not [name for name in collate([item], 0) if "cu_seq" in name or "max_length" in name]
 
 
+@pytest.mark.usefixtures("flash_on_cpu")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_isolation_is_proved_of_borders_and_a_kernel_that_ignores_them_is_refused(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = with_attention(toy_model("qwen3_moe"), VARLEN_CPU)
+    model = with_attention(toy_model("qwen3_moe"), VARLEN)
     refuse_leaky_packing(model, rows, 12)
     kernel = attention.within_documents
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moetune.experts.mlp
+from moetune.adapt import attention
 from moetune.adapt.attention import cu_seqlens
 from moetune.adapt.build import Adapted
 from moetune.adapt.checkpointing import _KERNELS, ChoicesOf, _Choices
@@ -19,6 +20,7 @@ from moetune.experts.context import ReadCounts
 from moetune.experts.projection import Projection
 from moetune.kernels import routing
 from moetune.run.resolve import resolve
+from tests.adapt.flash_on_cpu import flash_on_cpu  # noqa: F401  # a fixture
 from tests.reference import build_toy, next_token_loss, token_ids
 from tests.toys import LAYERS, toy_config
 
@@ -142,14 +144,16 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("flash_on_cpu")
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("model_type", "packed"), [("mixtral", False), ("qwen3_moe", False), ("gpt_oss", True), ("deepseek_v3", False)]
 )
 def test_what_layers_keep_is_not_computed_again_and_changes_no_bit(
-    model_type: str, packed: bool, tmp_path: Path
+    model_type: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With sinks attention's output and logsumexp are changed in place after the kernel has run (flash.py)."""
+    monkeypatch.setattr(attention, "BY_DOCUMENTS", attention.VARLEN)
     config, train = toy_config(model_type), dict[str, Any](loss_memory="none")
     sections: dict[str, Any] = {"model": {"attention": "sdpa"}, "data": {"train": "unread", "packing": packed}}
     given = cu_seqlens([5, 7, 12]) if packed else {}

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moetune.adapt.attention import MASKED_SINKS, VARLEN_CPU, cu_seqlens
+from moetune.adapt.attention import BY_DOCUMENTS, MASKED_SINKS, VARLEN, cu_seqlens
 from moetune.compat.transformers import has_sinks
 from moetune.models.structure import meta_model
+from tests.adapt.flash_on_cpu import flash_on_cpu  # noqa: F401  # a fixture
 from tests.toys import VOCAB, causal_lm_types, toy_config, toy_model
 
 LENGTHS = [7, 33, 24, 50, 14]
@@ -36,7 +37,7 @@ def test_transformers_has_these_types_with_sinks() -> None:
     )  # fmt: skip
 
 
-BY_DOCUMENTS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
+UNMASKED = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 MASKED = ("deepseek_v4", "hy_v4")
 
 
@@ -73,20 +74,23 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 IDS = torch.randint(3, VOCAB, (2, 64), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("model_type", [*BY_DOCUMENTS, *MASKED])
+@pytest.mark.usefixtures("flash_on_cpu")
+@pytest.mark.parametrize("model_type", [*UNMASKED, *MASKED])
 def test_whole_rows_have_the_values_and_gradients_of_eager_attention(model_type: str) -> None:
     model = sunk(model_type)
-    names = [MASKED_SINKS, VARLEN_CPU] if model_type in BY_DOCUMENTS else [MASKED_SINKS]
+    names = [MASKED_SINKS, BY_DOCUMENTS, VARLEN] if model_type in UNMASKED else [MASKED_SINKS]
     eager = gradients(model, "eager", IDS)
     for name in names:
         assert_equal(eager, gradients(model, name, IDS))
 
 
-@pytest.mark.parametrize("model_type", BY_DOCUMENTS)
+@pytest.mark.usefixtures("flash_on_cpu")
+@pytest.mark.parametrize("model_type", UNMASKED)
 def test_packed_documents_have_the_values_and_gradients_of_each_alone(model_type: str) -> None:
     model, tokens = sunk(model_type), IDS.flatten()
     alone = [gradients(model, "eager", part[None]) for part in tokens.split(LENGTHS)]
     expected = {name: sum(one[name] for one in alone) for name in alone[0] if name}
     expected[""] = torch.cat([one[""] for one in alone], 1).view(2, 64, -1)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(2, 64)
-    assert_equal(expected, gradients(model, VARLEN_CPU, IDS, position_ids=positions, **cu_seqlens(LENGTHS)))
+    for name in (BY_DOCUMENTS, VARLEN):
+        assert_equal(expected, gradients(model, name, IDS, position_ids=positions, **cu_seqlens(LENGTHS)))

@@ -55,8 +55,8 @@ def test_a_rounded_checkpoint_says_what_survives(
     """Layer by layer, and what the loss on held-out data becomes."""
     from tests.resolved import train
 
-    run = tmp_path / "run"
-    more: Any = {"model": {"base": "fp32"}, "train": {"steps": 1}, "data": {"eval": str(small_data)}}
+    run, held_out = tmp_path / "run", Path(shutil.copy(small_data, tmp_path / "held_out.jsonl"))
+    more: Any = {"model": {"base": "fp32"}, "train": {"steps": 1}, "data": {"eval": str(held_out)}}
     train(small.run_config(small_model, small_data, run, "lora", **more), device="cpu")
     out = run.parent / "rounded"
     ended = moetune("export", run, "--format", "merged", "--out", out, "--into", "nvfp4")
@@ -71,6 +71,10 @@ def test_a_rounded_checkpoint_says_what_survives(
     assert answer["into"] == "nvfp4"
     assert [one["layer"] for one in answer["survival"]] == [0, 1, None]
     assert answer["check"]["exported_loss"] > 0
+    held_out.unlink()
+    ended = moetune("export", run, "--format", "merged", "--out", out, "--into", "nvfp4", "--overwrite", "--json")
+    assert (ended.code, json.loads(ended.out)["check"]) == (0, None)
+    assert f"note: losses are not compared: no such file: {str(held_out)!r}" in ended.err
     ended = moetune("export", run, "--format", "peft", "--out", out, "--into", "fp8")
     refused(ended, "--into fp8 is for --format merged, and prints losses without --check")
 

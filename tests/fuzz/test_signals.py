@@ -79,7 +79,7 @@ def work(command: str, runs: Path, out: Path, again: bool, run: dict[str, Any]) 
         out.mkdir(exist_ok=True)
         scored = to_score(RunConfig.model_validate(run))
         names, file = [run["data"]["train"]], out / "scores.json"
-        score(resolve(scored, "cpu"), names, 10**9, file, overwrite=again, device="cpu", save_seconds=0)
+        score(resolve(scored, "cpu"), names, 10**9, file, overwrite=again, device="cpu")
     else:
         trained = "lora" if command in ("peft", "vllm") else "experts"
         export(runs / trained, command, out, overwrite=overwrite)  # type: ignore[arg-type]

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from moetune.adapt.attention import document_inputs
-from moetune.adapt.documents import documents_one_by_one
 from moetune.compat.transformers import set_attention, without_packages
 from moetune.models.stack import decoder_layers
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.step.batch import collate
 from moetune.training.step.micro_step import token_loss
-from tests.adapt.test_documents import ROWS, alone, assert_equal, gradients, hybrid, rows_of
+from tests.adapt.test_documents import ROWS, alone, assert_equal, gradients, hybrid, one_by_one, rows_of
 
 pytestmark = pytest.mark.gpu
 SIZES = {
@@ -30,7 +29,7 @@ def test_documents_at_once_are_the_documents_alone(model_type: str) -> None:
     pytest.importorskip("fla")
     model, rows = hybrid(model_type, **SIZES[model_type]).to("cuda", torch.bfloat16), rows_of()
     set_attention(model.config, "sdpa")
-    assert not any(map(documents_one_by_one, decoder_layers(model).values()))
+    assert not any(map(one_by_one, decoder_layers(model).values()))
     refuse_leaky_packing(model, len(rows), sum(ROWS[0]))
     batch = collate(rows, 0, document_inputs=document_inputs(model))
     batch = {name: value.cuda() if torch.is_tensor(value) else value for name, value in batch.items()}

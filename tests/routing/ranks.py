@@ -21,22 +21,6 @@ def _scored(layout: dict[str, Any], model: Path, data: Path) -> str:
     return score(run, [str(data)], 10**9, device="cpu", ranks=Ranks.join(config.parallel, "cpu")).to_text()
 
 
-def interrupted(layout: dict[str, Any], model: Path, data: Path, out: Path) -> None:
-    """Ends after the first round, which was saved."""
-    config = small.run_config(model, data, Path("unused"), "lora", model={"base": "fp32"}, parallel=layout)
-    run = resolve(to_score(config), "cpu")
-
-    def on_batch(done: int) -> None:
-        raise KeyboardInterrupt
-
-    ranks = Ranks.join(config.parallel, "cpu")
-    try:
-        score(run, [str(data)], 10**9, out, device="cpu", save_seconds=0, on_batch=on_batch, ranks=ranks)
-    except KeyboardInterrupt:
-        return
-    raise AssertionError("it was to be interrupted")
-
-
 def statistics(text: str) -> tuple[Any, Any]:
     """(what is counted, what is a sum of floats), by layer and scope."""
     layers = json.loads(text)["layers"]

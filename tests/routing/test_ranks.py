@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.routing.score import score, to_score
-from moetune.run.resolve import resolve
 from tests import small
 from tests.parallel import world
 from tests.routing import ranks
@@ -48,20 +46,6 @@ def test_ranks_count_what_one_counts(
             assert its_counts == counted, layout
             for name, values in summed.items():
                 assert its_sums[name] == pytest.approx(values, rel=1e-5), (layout, name)
-
-
-def test_one_rank_goes_on_where_two_were_interrupted(
-    alone: str, small_model: Path, odd_data: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "scores.json"
-    world.run(2, ranks.interrupted, ON_TWO[2], small_model, odd_data, out)
-    assert (tmp_path / ".scores.json.moetune" / "sums.safetensors").is_file()
-    assert not out.exists()
-    config = small.run_config(small_model, odd_data, Path("unused"), "lora", model={"base": "fp32"})
-    done: list[int] = []
-    score(resolve(to_score(config), "cpu"), [str(odd_data)], 10**9, out, device="cpu", on_batch=done.append)
-    assert done == [3, 4, 5]
-    assert ranks.statistics(out.read_text())[0] == ranks.statistics(alone)[0]
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""`moetune score` and `select`: the file that is written, going on after an interruption, and what is refused."""
+"""`moetune score` and `select`: the file that is written, and what is refused."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.atomic import aside_of
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import parse_routing
@@ -92,44 +91,23 @@ def test_scores_begin_where_training_does(
     }
 
 
-def in_layer_1_after(batches: int) -> Any:
-    """Interrupts what is recorded in layer 1 of the batch after so many."""
-    calls, add = iter(range(10**9)), Recorder._add
+def test_an_interrupted_pass_leaves_nothing(
+    whole: Scores, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    out, calls, add = tmp_path / "scores.json", iter(range(10**9)), Recorder._add
 
     def interrupted(*args: Any) -> None:
-        if next(calls) == small.LAYERS * batches + 1:
+        if next(calls) == small.LAYERS + 1:  # in the second batch
             raise KeyboardInterrupt
         add(*args)
 
-    return interrupted
-
-
-def test_an_interrupted_pass_goes_on(
-    whole: Scores, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    out = tmp_path / "scores.json"
-
-    def interrupt(done: int) -> None:
-        if done == 3:
-            raise KeyboardInterrupt
-
+    monkeypatch.setattr(Recorder, "_add", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        scored(small_model, [small_data], out, on_batch=interrupt)
-    begun = aside_of(out) / "sums.safetensors"
-    assert begun.is_file()
-    assert not out.exists()
-    other = small.write_data(tmp_path / "other.jsonl", small.DATA[:9])
-    with pytest.raises(UserError, match=r"begun with another model, other data .*\.scores\.json\.moetune"):
-        scored(small_model, [other], out)
-    monkeypatch.setattr(Recorder, "_add", in_layer_1_after(1))
-    with pytest.raises(KeyboardInterrupt):  # in the middle of the fifth batch
         scored(small_model, [small_data], out)
     monkeypatch.undo()
-    done: list[int] = []
-    assert scored(small_model, [small_data], out, on_batch=done.append) == whole
-    assert done[0] == 5
-    assert read_scores(out, "it") == whole
-    assert not begun.parent.exists()
+    assert not list(tmp_path.iterdir())
+    assert scored(small_model, [small_data], out) == read_scores(out, "it") == whole
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_several_files_are_kept_apart_and_added(whole: Scores, small_model: Path, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from moetune.config.schema import AdaptConfig, ChoiceConfig, LoraConfig, RunConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, raise_problems
 from moetune.models.selection import select
 from moetune.models.structure import ModelStructure, meta_model, read_structure
 from moetune.run.choice import choose, coverage, resolve_choices
-from moetune.run.resolve import examine, raise_problems, resolve
+from moetune.run.resolve import examine, resolve
 from moetune.run.scores import read_scores, scores_of_model
 from tests import small
 from tests.resolved import build

@@ -8,12 +8,11 @@ from moetune.adapt.start_from.delta import check_delta, load_delta
 from moetune.adapt.start_from.peft_adapter import check_peft, load_peft
 from moetune.adapt.weights.base import refuse_other_headers
 from moetune.adapters.files import CONFIG_FILE, WEIGHTS_FILE
-from moetune.errors import UserError
+from moetune.errors import UserError, raise_problems
 from moetune.files import expanded
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
 from moetune.models.hub.fingerprint import Base
 from moetune.run import validation
-from moetune.run.resolved import raise_problems
 
 _RUN_FILE, _CHECKPOINTS = "run.yaml", "checkpoints"
 """Names as in training/folder/run_folder.py, which cannot be imported here because it imports this package."""

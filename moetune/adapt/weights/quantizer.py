@@ -19,6 +19,7 @@ from moetune.adapt.weights.published import CheckpointReader
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import LoadingQuantizer
 from moetune.config.resolved import ResolvedModelConfig
+from moetune.errors import raise_problems
 from moetune.experts.context import ExpertContext
 from moetune.experts.host import ExpertPrefetcher
 from moetune.models.selection import NOTHING
@@ -26,7 +27,6 @@ from moetune.models.structure import read_structure
 from moetune.run import validation
 from moetune.run.dtypes import DTYPES
 from moetune.run.linears import linears_to_quantize
-from moetune.run.resolve import raise_problems
 
 METHOD = "moetune"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
-from moetune.errors import UserError
+from moetune.errors import UserError, raise_problems
 from moetune.experts.context import ReadCounts, read_received
 from moetune.memory.assumed_routing import Replayed
 from moetune.memory.trace import Steps, Trace, batches_of
@@ -15,7 +15,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import find_gpu
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run import validation
-from moetune.run.resolve import ResolvedRun, raise_problems
+from moetune.run.resolve import ResolvedRun
 from moetune.training.step.batch import Batch
 
 

@@ -1,8 +1,7 @@
 """A run's data: read, check and tokenize what `data:` names, lay it out."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ from tokenizers.models import BPE
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
-from moetune.errors import UserError, reading
+from moetune.errors import UserError, collected, raise_problems, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import ModelSource, find_model_source
@@ -83,7 +82,7 @@ def load_data(
         UserError: data cannot be found or read, records cannot be used (all such problems, one per line), or the
             weights or `data.validation` leave no record to train on or, with `data.eval`, to evaluate on.
     """
-    problems: dict[str, None] = {}
+    problems: list[str] = []
     unread: tuple[list[str], list[str]] = [], []  # of the training data, of those held out
     documents = Documents()
     clock = set_template(tokenizer, data, now)
@@ -92,18 +91,17 @@ def load_data(
         parts: list[Reading] = []
         note = unread[held_out].append
         sources: list[Source] = []
-        with _added_to(problems):
+        with collected(problems):
             sources = open_sources(spec, held_out=held_out, note=note)
         for source in sources:
-            with _added_to(problems):
+            with collected(problems):
                 longest = train.sequence_length
                 parts.append(read_documents(source, data.format, tokenizer, longest, data.too_long, documents, note))
         return _joined(parts)
 
     named = data_sets(data.train, data.split), data_sets(data.eval)
     readings = {(spec, held_out): read(spec, held_out) for held_out in (False, True) for spec in dict(named[held_out])}
-    if problems:
-        raise UserError("\n".join(problems))
+    raise_problems(problems)
     draw = np.random.default_rng(train.seed)
     training, held_out = (
         _joined([_times(readings[spec, held_out], weight, draw) for spec, weight in named[held_out]])
@@ -222,14 +220,6 @@ def chat_template(spec: str) -> str:
     if not tokenizer.chat_template:
         raise UserError(f"data.chat_template: the tokenizer of {spec!r} has none")
     return tokenizer.get_chat_template()
-
-
-@contextmanager
-def _added_to(problems: dict[str, None]) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        problems[str(error)] = None
 
 
 def _joined(parts: Sequence[Reading]) -> Reading:

@@ -14,7 +14,7 @@ from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
 
 from moetune.compat.transformers import chat_template_environment
-from moetune.errors import UserError, reading, suggest
+from moetune.errors import UserError, raise_problems, reading, suggest
 
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 """Variables that come from the records, or from what is rendered; special tokens and functions are so too."""
@@ -121,8 +121,7 @@ def with_arguments(template: str, arguments: Mapping[str, Any]) -> str:
             problems.append(f"data.template.{name}: the chat template reads no argument of this name.{near}")
         elif str(value).lower() in ("true", "false") and isinstance(value, str) and value not in known.words:
             problems.append(f"data.template.{name}: {value!r} is text, and any text is true; write {value.lower()}")
-    if problems:
-        raise UserError("\n".join(problems))
+    raise_problems(problems)
     lines = (f"{{% set {name} = {name} if {name} is defined else {value!r} %}}\n" for name, value in arguments.items())
     return "".join(lines) + template
 
