@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 gc.disable()  # until modules are imported and tests collected: pytest_collection_finish
 
@@ -30,6 +31,7 @@ import typer.main
 from hypothesis import HealthCheck, settings
 
 from moetune.cli import main
+from moetune.config.schema import RunConfig
 
 # torch and transformers are imported where they are used: xdist's controller, which runs no test, goes without
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it; tests send it
@@ -157,6 +159,17 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests import small
 
     return small.write_data(tmp_path_factory.mktemp("data") / "prompts.jsonl")
+
+
+@pytest.fixture
+def configure(small_model: Path, small_data: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """Function: configuration of a run of the small model, as `small.run_config` gives it, into `tmp_path / output`."""
+    from tests import small
+
+    def config(adapt: str = "router", /, output: str = "run", **sections: Any) -> RunConfig:
+        return small.run_config(small_model, small_data, tmp_path / output, adapt, **sections)
+
+    return config
 
 
 _built = functools.cache(typer.main.get_command)

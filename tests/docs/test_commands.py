@@ -138,8 +138,8 @@ def test_a_command_runs(command: str, run: Run) -> None:
 def test_commands_of_a_page_run(
     page: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
-    """On a push only the README's runs predict their memory, which takes longer than their steps."""
-    if page.name != "README.md" and not pytestconfig.getoption("--all"):
+    """On a push runs do not predict their memory, which takes longer than their steps; tests/watch does."""
+    if not pytestconfig.getoption("--all"):
         monkeypatch.setattr(memory_record, "predicted", lambda *_: memory_record.Predicted())
     recipes = []
     for command in in_order(page):

@@ -47,12 +47,12 @@ def resumed(folder: Path, resume: str = "auto") -> None:
     train(run_of(folder, 3), resume="auto" if resume == "auto" else str(folder / "run" / "checkpoints" / resume))
 
 
-def test_a_base_in_several_precisions(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_a_base_in_several_precisions(configure: small.Configure) -> None:
     """It is compared by what it says, however that is written."""
 
     def run(steps: int, layers: object) -> RunConfig:
         model = {"base": {"default": "nf4", "layers": layers}}
-        return small.run_config(small_model, small_data, tmp_path / "run", model=model, train={"steps": steps})
+        return configure(model=model, train={"steps": steps})
 
     train(run(1, {"0": "fp32", 1: {"experts": "int8"}}))
     train(run(2, {1: {"experts": "int8"}, 0: "fp32"}), resume="auto")
@@ -63,12 +63,10 @@ def test_a_base_in_several_precisions(small_model: Path, small_data: Path, tmp_p
 BOTH = pytest.mark.parametrize("resume", ["auto", "step-2"])
 
 
-def test_a_schedule_over_more_steps(
-    small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_schedule_over_more_steps(configure: small.Configure, capsys: pytest.CaptureFixture[str]) -> None:
     for steps in (1, 2):
         train_ = {"steps": steps, "schedule": "cosine"}
-        train(small.run_config(small_model, small_data, tmp_path / "run", train=train_), resume="auto")
+        train(configure(train=train_), resume="auto")
     assert "the cosine schedule of 1 steps is now that of 2, so learning rates jump" in capsys.readouterr().err
 
 
