@@ -23,7 +23,7 @@ from moetune.planning.predict import predict
 from tests.memory.trace.test_loading import load
 from tests.published import write_4bit, write_floats, write_int4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
-from tests.resolved import build, write_quantized_base
+from tests.resolved import build
 from tests.toys import toy_config
 
 INT4 = ("compressed-tensors", "gptq", "awq", "auto-round")
@@ -128,15 +128,6 @@ def test_reading_takes_what_is_predicted(kind: str, tmp_path: Path) -> None:
     assert predicted.gpu < 1.1 * tracker.peak_bytes
 
 
-def test_a_quantized_base_of_it_is_the_same(tmp_path: Path) -> None:
-    folder = write_int4(tmp_path / "published", "gptq", left_out=["self_attn.o_proj"])
-    with small_linears_are_quantized():
-        write_quantized_base(str(folder), tmp_path / "packed", "auto", True)
-    expected, found = (built(path, {"router": "all"}).model.state_dict() for path in (folder, tmp_path / "packed"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
 def test_kimi_k25_with_its_settings_in_the_text_section(tmp_path: Path) -> None:
     """And regular expressions of what is in 16 bits: all but the experts."""
     others = ["self_attn.*", "shared_experts.*", r"mlp\.(gate|up|down)_proj", "vision.*", "mm_projector.*"]
@@ -212,6 +203,8 @@ UP = "model.layers.0.mlp.experts.1.up_proj"
         ("tensor", {f"{UP}.weight": torch.ones(2, 64, 64).to(torch.float8_e4m3fn)}, rf"{UP}.weight' .* a stack of mat"),
         ("4bit", {f"{UP}.weight.absmax": None}, rf"{UP}.weight' .* do not fit together"),
         ("4bit", {f"{UP}.weight.nested_quant_map": None}, rf"{UP}.weight' .* do not fit together"),
+        ("4bit", {f"{UP}.weight": torch.zeros(7, 1).byte()}, rf"{UP}.weight' .* do not fit together"),
+        ("nvfp4", {f"{UP}.weight_scale": torch.ones(3, 4).to(torch.float8_e4m3fn)}, rf"{UP}.weight' .* do not fit tog"),
         ("nvfp4", {f"{UP}.weight_global_scale": torch.zeros(1)}, rf"{UP}.weight_global_scale holds a scale that is 0"),
     ],
 )

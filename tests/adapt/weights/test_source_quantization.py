@@ -32,7 +32,7 @@ from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
 from moetune.tensor_files import Stored
 from tests.memory.trace.test_loading import load
-from tests.published import write_4bit, write_fp8, write_mxfp4, write_nvfp4
+from tests.published import write_4bit, write_fp8, write_int4, write_mxfp4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
 from tests.resolved import build, write_quantized_base
 from tests.toys import toy_config
@@ -144,16 +144,6 @@ def test_reading_takes_what_is_predicted(kind: str, base: str, adapt: dict[str, 
         assert predicted.gpu == pytest.approx(tracker.peak_bytes, rel=0.06)
     else:  # at most: indices that torch widens are no storage that a tracker sees, and NF4 is not unpacked
         assert 0.95 * tracker.peak_bytes < predicted.gpu < 1.25 * tracker.peak_bytes
-
-
-@pytest.mark.parametrize("base", ["auto", "nf4"])
-def test_a_packed_base_of_it_is_the_same(base: str, mxfp4: Path, tmp_path: Path) -> None:
-    """And says by itself what it is packed in."""
-    write_quantized_base(str(mxfp4), tmp_path / "packed", base, True)
-    expected = built(mxfp4, {"router": "all"}, base=base).model.state_dict()
-    found = built(tmp_path / "packed", {"router": "all"}).model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("base", ["mxfp4", "nf4"])
@@ -318,15 +308,6 @@ def test_scales_other_than_published_are_refused_unless_it_is_packed_anew(tmp_pa
         built(folder, FROZEN, double_quant=True)
 
 
-def test_a_damaged_part_is_named(tmp_path: Path) -> None:
-    folder = write_4bit(tmp_path, "mixtral", hidden_size=64)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(7, 1, dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"q_proj.weight' in .* do not fit together"):
-        built(folder, FROZEN)
-
-
 @pytest.mark.parametrize(
     ("write", "dequantize"),
     [
@@ -427,17 +408,26 @@ def test_fp8_quantized_otherwise_is_quantizing_what_it_stands_for(
                 assert torch.equal(found, stack.matrix(0, torch.float32))
 
 
-@pytest.mark.parametrize("write", [write_fp8, write_nvfp4])
-def test_a_quantized_base_of_8_or_4_bit_floats_is_the_same(write: Callable[..., Path], tmp_path: Path) -> None:
-    folder = write(
-        tmp_path / "published", "qwen3_moe", left_out=["self_attn.o_proj"], hidden_size=64, moe_intermediate_size=48
-    )
+PACKED: dict[str, Callable[[Path], Path]] = {
+    "mxfp4": functools.partial(write_mxfp4, shards=True),
+    "int4": functools.partial(write_int4, producer="gptq", left_out=["self_attn.o_proj"]),
+    **{
+        kind: functools.partial(write, model_type="qwen3_moe", hidden_size=64, moe_intermediate_size=48, **LEFT_OUT)
+        for kind, write in (("fp8", write_fp8), ("nvfp4", write_nvfp4))
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "base"), [*((kind, "auto") for kind in PACKED), ("mxfp4", "nf4")])
+def test_a_quantized_base_of_it_is_the_same(kind: str, base: str, tmp_path: Path) -> None:
+    """And says by itself what it is packed in."""
+    folder = PACKED[kind](tmp_path / "published")
     with small_linears_are_quantized():
-        write_quantized_base(str(folder), tmp_path / "packed", "auto", True)
-        expected = built(folder, {"router": "all"}).model.state_dict()
+        write_quantized_base(str(folder), tmp_path / "packed", base, True)
+        expected = built(folder, {"router": "all"}, base=base).model.state_dict()
         found = built(tmp_path / "packed", {"router": "all"}).model.state_dict()
     assert found.keys() == expected.keys()
-    assert any(name.endswith("q_proj.stack.scales") for name in found)
+    assert any(name.endswith("q_proj.stack.scales") for name in found) == (kind != "mxfp4")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -469,13 +459,4 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:
     own["quant_algo"] = "NVFP4_AWQ"
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": own}))
     with pytest.raises(UserError, match=r"already quantized \(modelopt NVFP4_AWQ\)"):
-        built(folder, FROZEN)
-
-
-def test_a_scale_of_another_shape_is_named(tmp_path: Path) -> None:
-    folder = write_nvfp4(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=48)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(3, 4).to(torch.float8_e4m3fn)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"q_proj.weight' in .* do not fit together"):
         built(folder, FROZEN)
