@@ -70,11 +70,22 @@ def test_a_schedule_over_more_steps(configure: small.Configure, capsys: pytest.C
     assert "the cosine schedule of 1 steps is now that of 2, so learning rates jump" in capsys.readouterr().err
 
 
-def test_data_edited_in_place(folder: Path) -> None:
-    """Even where the number of tokens stays."""
-    file = folder / "train.jsonl"
-    file.write_text(file.read_text().replace("router", "retour"))
-    with pytest.raises(UserError, match=r"data\.train has changed since it began: its tokens differ"):
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        # even where the number of tokens stays
+        ("train.jsonl", "router", "retour", r"data\.train has changed since it began: its tokens differ"),
+        ("run/inputs.json", '"schema": 1', '"schema": 2', r"inputs\.json' was changed"),
+        ("run/inputs.json", None, "", r"inputs\.json' cannot be read: No such file.*; copy it back"),
+    ],
+)
+def test_edited_in_place(file: str, old: str | None, new: str, message: str, folder: Path) -> None:
+    path = folder / file
+    if old is None:
+        path.unlink()
+    else:
+        path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(UserError, match=message):
         resumed(folder)
 
 
@@ -133,15 +144,4 @@ def test_a_checkpoint_by_another_name(folder: Path) -> None:
     shutil.rmtree(checkpoints / "step-1")
     (checkpoints / "step-2").rename(checkpoints / "step-1")
     with pytest.raises(UserError, match="it is of step 2, and its name says otherwise"):
-        resumed(folder)
-
-
-@pytest.mark.parametrize("how", ["missing", "edited"])
-def test_the_note_itself(how: str, folder: Path) -> None:
-    file = folder / "run" / "inputs.json"
-    if how == "missing":
-        file.unlink()
-    else:
-        file.write_text(file.read_text().replace('"schema": 1', '"schema": 2'))
-    with pytest.raises(UserError, match=r"inputs\.json' (cannot be read: No such file.*; copy it back|was changed)"):
         resumed(folder)
