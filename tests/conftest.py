@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 gc.disable()  # until modules are imported and tests collected: pytest_collection_finish
 
@@ -26,15 +27,13 @@ if "MOETUNE_CACHE" not in os.environ:  # reports that one test traces serve all 
     atexit.register(shutil.rmtree, os.environ["MOETUNE_CACHE"], ignore_errors=True)
 
 import pytest
-import torch
 import typer.main
 from hypothesis import HealthCheck, settings
 
 from moetune.cli import main
-from tests import small
-from tests.nullcuda import device
+from moetune.config.schema import RunConfig
 
-torch.set_num_threads(1)
+# torch and transformers are imported where they are used: xdist's controller, which runs no test, goes without
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it; tests send it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -59,6 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = on_a_push(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+    import torch
+
+    from tests.nullcuda import device
+
+    torch.set_num_threads(1)
     on_null_device, on_cuda = device.is_present(), torch.cuda.is_available()
     for item in items:
         if (gpu := item.get_closest_marker("gpu")) and not on_cuda:
@@ -135,12 +139,16 @@ def what_stays() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the checkpoint of the small Mixtral of `tests/small.py`."""
+    from tests import small
+
     return small.write_model(tmp_path_factory.mktemp("models") / "small-mixtral")
 
 
 @pytest.fixture(scope="session")
 def noisy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `small_model`, with dropout and router jitter, so that training draws random numbers at every step."""
+    from tests import small
+
     folder = tmp_path_factory.mktemp("models") / "noisy-mixtral"
     return small.write_model(folder, attention_dropout=0.1, router_jitter_noise=0.05)
 
@@ -148,7 +156,20 @@ def noisy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A JSONL file with fourteen prompts and completions of different lengths."""
+    from tests import small
+
     return small.write_data(tmp_path_factory.mktemp("data") / "prompts.jsonl")
+
+
+@pytest.fixture
+def configure(small_model: Path, small_data: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """Function: configuration of a run of the small model, as `small.run_config` gives it, into `tmp_path / output`."""
+    from tests import small
+
+    def config(adapt: str = "router", /, output: str = "run", **sections: Any) -> RunConfig:
+        return small.run_config(small_model, small_data, tmp_path / output, adapt, **sections)
+
+    return config
 
 
 _built = functools.cache(typer.main.get_command)

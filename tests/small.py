@@ -6,6 +6,7 @@ Two layers of four experts, hidden size 64, random weights, in hub format; the t
 
 import json
 import shutil
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,9 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
     """Return the lines of the metrics in the run folder `output`."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
+
+Configure = Callable[..., RunConfig]
+"""The fixture `configure`: `run_config` of the small model and data, into a folder of the test."""
 
 TIMES = ("tokens_per_second", "share_of_limit", "seconds_left")
 """Metrics that depend on the time that a step took."""

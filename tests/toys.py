@@ -5,12 +5,13 @@ be built and run on a CPU. A field is set only if the type has it.
 """
 
 import functools
-import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moetune.models.text import auto_class
@@ -178,9 +179,6 @@ def _is_id(value: object) -> bool:
 @functools.cache
 def _modeling_source(model_type: str) -> str:
     """Return the source of transformers' `modeling_….py` of a model type; empty if there is none."""
-    folder = inspect.getfile(CONFIG_MAPPING[model_type]).rpartition("/configuration_")
-    try:
-        with open(f"{folder[0]}/modeling_{folder[2]}", encoding="utf-8") as file:
-            return file.read()
-    except FileNotFoundError:
-        return ""
+    module = model_type_to_module_name(model_type)
+    file = Path(transformers.__file__).parent / "models" / module / f"modeling_{module}.py"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""

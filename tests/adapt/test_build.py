@@ -73,7 +73,7 @@ def built(folder: Path, adapt: dict[str, Any], *, base: str = "nf4", checkpointi
     return adapted
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "base", "adapt"), in_pairs(MODELS, BASES, ADAPT))
 def test_gradients_equal_autograd_through_the_plain_model(
@@ -90,7 +90,7 @@ def test_gradients_equal_autograd_through_the_plain_model(
         assert gradients.keys() == adapted.trainable().keys()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("adapt", ADAPT.values(), ids=ADAPT)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_an_unquantized_build_is_the_checkpoint(model_type: str, adapt: dict[str, Any], checkpoints: Any) -> None:
@@ -219,7 +219,7 @@ def test_a_base_in_more_bits_than_compute_is_refused(checkpoints: Any) -> None:
 # Sizes.
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize("adapt", ADAPT.values(), ids=ADAPT)
 def test_a_meta_build_has_the_tensors_of_a_real_one(model_type: str, adapt: dict[str, Any], checkpoints: Any) -> None:

@@ -107,6 +107,7 @@ def test_init_writes_run_yaml_unless_told(
     assert moetune("init", "tiny-lora").out == "run.yaml written; next: moetune train run.yaml\n"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "file", [file for file in RUN_FILES if file.parent.name == "configs"], ids=lambda file: file.stem
 )

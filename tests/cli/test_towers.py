@@ -77,7 +77,10 @@ def test_the_commands(model_type: str, moetune: Callable[..., Any], tmp_path: Pa
         return json.loads(ended.out)
 
     base, run, data = tmp_path / "base", tmp_path / "run", small.write_data(tmp_path / "data.jsonl", ROWS)
-    write_base(base, model_type, **MORE.get(model_type, {}))
+    sizes = MORE.get(model_type, {})
+    if model_type in CHEAP:
+        sizes = sizes | {"text_config": toys.toy_config(model_type).text_config.to_dict() | {"num_hidden_layers": 2}}
+    write_base(base, model_type, **sizes)
     write_tokenizer(base)
     packing = model_type not in UNPACKED
     file = small.run_file(

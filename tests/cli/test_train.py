@@ -55,27 +55,28 @@ def wait_for(has_ended: Callable[[], bool], file: Path, lines: int) -> None:
 
 
 def test_output_for_people_and_for_programs(run_file: Path, moetune: Callable[..., Any]) -> None:
-    ended = moetune("train", run_file)
+    few = ("--set", "train.steps=4", "--set", "train.eval_every=2")
+    ended = moetune("train", run_file, *few)
     assert ended.code == 0
     first, second, *rest = ended.out.splitlines()
-    assert first == f"12 steps, 73,984 trained parameters, in {run_file.parent / 'run'}"
+    assert first == f"4 steps, 73,984 trained parameters, in {run_file.parent / 'run'}"
     before, after = second.removeprefix("held-out loss ").split(" -> ")
     assert float(after) < float(before)
     assert "trains 73,984 parameters (router 256, experts 73,728)" in ended.err
-    assert f"step 12: held-out loss {after}" in ended.err
-    assert re.search(r"^step 12/12: loss \S+  \S+ tokens/s  lr 0\.01  0:00:00 left$", ended.err, re.MULTILINE)
+    assert f"step 4: held-out loss {after}" in ended.err
+    assert re.search(r"^step 4/4: loss \S+  \S+ tokens/s  lr 0\.01  0:00:00 left$", ended.err, re.MULTILINE)
     output = run_file.parent / "run"
     assert [line for line in rest if not line.startswith("peak memory: ")] == [
-        f"best held-out loss {after}, at step 12",
-        f"weights in {output / 'checkpoints' / 'step-12'}, losses in {output / 'metrics.jsonl'}",
+        f"best held-out loss {after}, at step 4",
+        f"weights in {output / 'checkpoints' / 'step-4'}, losses in {output / 'metrics.jsonl'}",
         f"next: moetune report {output}",
         f"      moetune export {output} --format merged --out {output}-merged",
     ]
 
-    ended = moetune("train", run_file, "--overwrite", "--json")
+    ended = moetune("train", run_file, *few, "--overwrite", "--json")
     result = json.loads(ended.out)
     assert result["schema"] == 1
-    assert (result["steps"], result["output"]) == (12, str(run_file.parent / "run"))
+    assert (result["steps"], result["output"]) == (4, str(run_file.parent / "run"))
     assert result["trainable"] == {"total": 73_984, "router": 256, "experts": 73_728, "lora": 0, "other": 0}
     assert f"{result['eval_loss_after']:.4f}" == after
 

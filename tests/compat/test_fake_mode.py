@@ -33,7 +33,9 @@ def test_a_trace_is_that_of_torchs_own_mode(model_type: str, tmp_path: Path, mon
     """In every storage, and in the operation, module and phase that made it."""
     lora = {"rank": 4, "alpha": 8, "targets": ["attention", "experts"], "ids": [1]}
     adapt = {"router": "all", "experts": {"layers": "1", "ids": [0]}, "lora": lora}
-    run = toy_run(write_toy(tmp_path, model_type), model_type, adapt, optimizer={"name": "adamw8bit"})
+    run = toy_run(
+        write_toy(tmp_path, model_type, num_hidden_layers=2), model_type, adapt, optimizer={"name": "adamw8bit"}
+    )
 
     def traced() -> list[Any]:
         log = trace(run, gpu=find_gpu("l40s")).log

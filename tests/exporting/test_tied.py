@@ -89,6 +89,7 @@ def merged(base: Path, adapter: Path, out: Path) -> Tensor:
 # --- Adapters of stock PEFT -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_an_adapter_that_unties_is_merged_converted_and_no_start(model_type: str, saved: str, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_an_adapter_that_keeps_the_tie_is_merged_and_a_start(settings: dict[str,
     assert_same(logits(adapted.model.eval()), expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shard", ["50GB", "60KB"])
 def test_lora_on_a_tied_head_changes_the_head_alone(shard: str, tmp_path: Path) -> None:
     base, adapter = tied_base(tmp_path / "base", "qwen3_moe", shard=shard), tmp_path / "adapter"
@@ -205,6 +207,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_exports_keep_a_head_of_its_own(model_type: str, trained: str, tmp_path: Path) -> None:
@@ -227,6 +230,7 @@ def test_exports_keep_a_head_of_its_own(model_type: str, trained: str, tmp_path:
     assert logits(again.model.eval()).equal(expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("targets", [["attention"], ["attention", "lm_head"]])
 def test_an_adapter_of_a_base_with_a_head_of_its_own(targets: list[str], tmp_path: Path) -> None:
     base = own_head(tied_base(tmp_path / "base", "qwen3_moe"))
@@ -274,6 +278,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ToyRun]:
     return run
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["both", "head alone"])
 def test_one_tensor_is_one_under_whichever_name(how: str, runs: Callable[[str], ToyRun], tmp_path: Path) -> None:
     run = runs(how)

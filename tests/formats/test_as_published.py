@@ -23,14 +23,21 @@ from moetune.planning.predict import predict
 from tests.memory.trace.test_loading import load
 from tests.published import write_4bit, write_floats, write_int4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
-from tests.resolved import build, write_quantized_base
+from tests.resolved import build
 from tests.toys import toy_config
 
 INT4 = ("compressed-tensors", "gptq", "awq", "auto-round")
 FLOATS = {"tensor": "fp8-tensor", "modelopt": "fp8-tensor", "row": "fp8-row", "mxfp8": "mxfp8", "deepseek_v4": "mxfp4"}
+FEW: dict[str, Any] = {"num_hidden_layers": 2}
 KINDS: dict[str, tuple[str, Callable[..., Path]]] = {
-    **{kind: ("int4-g32-order" if kind == "gptq" else "int4-g32", partial(write_int4, producer=kind)) for kind in INT4},
-    **{kind: (base, partial(write_floats, kind=kind)) for kind, base in FLOATS.items()},
+    **{
+        kind: ("int4-g32-order" if kind == "gptq" else "int4-g32", partial(write_int4, producer=kind, **FEW))
+        for kind in INT4
+    },
+    **{
+        kind: (base, partial(write_floats, kind=kind, **(FEW if kind != "deepseek_v4" else {})))
+        for kind, base in FLOATS.items()
+    },
 }
 """Program that publishes INT4, or kind of 8-bit floats -> the value of `model.base` that keeps it, and its writer."""
 LORA: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4, "targets": ["experts", "attention"]}, "router": "all"}
@@ -84,6 +91,7 @@ def test_experts_and_linear_layers_are_kept(kind: str, tmp_path: Path) -> None:
     assert size(built(folder, adapt, "meta").model) == size(adapted.model)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layers", ["", r"layers\.1\.mlp\."], ids=["all", "of a layer"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("awq", "deepseek_v4")])
 def test_experts_that_are_published_in_16_bits_stay_so(kind: str, layers: str, tmp_path: Path) -> None:
@@ -106,7 +114,7 @@ def test_experts_that_are_published_in_16_bits_stay_so(kind: str, layers: str, t
 def test_reading_takes_what_is_predicted(kind: str, tmp_path: Path) -> None:
     """No more than 4 % of a checkpoint of some size beside the model, and no layer's experts in 16 bits."""
     config = run_config(
-        KINDS[kind][1](tmp_path, hidden_size=128, moe_intermediate_size=128, num_local_experts=64),
+        KINDS[kind][1](tmp_path, hidden_size=128, moe_intermediate_size=128, num_local_experts=64, num_hidden_layers=3),
         {"router": "all"},
         model={"weights": "pretrained", "dtype": "bf16"},
     )
@@ -118,15 +126,6 @@ def test_reading_takes_what_is_predicted(kind: str, tmp_path: Path) -> None:
     predicted = load(config)
     assert tracker.peak_bytes <= predicted.gpu + predicted.host
     assert predicted.gpu < 1.1 * tracker.peak_bytes
-
-
-def test_a_quantized_base_of_it_is_the_same(tmp_path: Path) -> None:
-    folder = write_int4(tmp_path / "published", "gptq", left_out=["self_attn.o_proj"])
-    with small_linears_are_quantized():
-        write_quantized_base(str(folder), tmp_path / "packed", "auto", True)
-    expected, found = (built(path, {"router": "all"}).model.state_dict() for path in (folder, tmp_path / "packed"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_kimi_k25_with_its_settings_in_the_text_section(tmp_path: Path) -> None:
@@ -204,6 +203,8 @@ UP = "model.layers.0.mlp.experts.1.up_proj"
         ("tensor", {f"{UP}.weight": torch.ones(2, 64, 64).to(torch.float8_e4m3fn)}, rf"{UP}.weight' .* a stack of mat"),
         ("4bit", {f"{UP}.weight.absmax": None}, rf"{UP}.weight' .* do not fit together"),
         ("4bit", {f"{UP}.weight.nested_quant_map": None}, rf"{UP}.weight' .* do not fit together"),
+        ("4bit", {f"{UP}.weight": torch.zeros(7, 1).byte()}, rf"{UP}.weight' .* do not fit together"),
+        ("nvfp4", {f"{UP}.weight_scale": torch.ones(3, 4).to(torch.float8_e4m3fn)}, rf"{UP}.weight' .* do not fit tog"),
         ("nvfp4", {f"{UP}.weight_global_scale": torch.zeros(1)}, rf"{UP}.weight_global_scale holds a scale that is 0"),
     ],
 )

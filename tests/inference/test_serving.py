@@ -68,12 +68,18 @@ def test_factors_in_pefts_layout_need_the_mixed_format_or_are_refused(runs: Call
         serving(str(runs("gpt_oss").path.with_name("peft")), "llama.cpp")
 
 
-def test_the_context_is_what_the_card_holds_beside_the_weights(runs: Callable[[str], ToyRun]) -> None:
-    base = str(runs("qwen3_moe").base)  # without a sliding window, beyond which nothing is kept
-    some, more = (serving(base, "vllm", gpu="1GiB", requests=count).context for count in (1024, 2048))
+def test_the_context_is_what_the_card_holds_beside_the_weights_and_an_adapter(
+    runs: Callable[[str], ToyRun], tmp_path: Path
+) -> None:
+    run = runs("qwen3_moe")  # without a sliding window, beyond which nothing is kept
+    base, own = str(run.base), str(tmp_path / "own")
+    export(run.path, "vllm", tmp_path / "own")
+    asked = ((base, 1024), (base, 2048), (own, 2048))
+    some, more, beside = (serving(what, "vllm", gpu="1GiB", requests=count).context for what, count in asked)
     assert some is not None
     assert more is not None
-    assert 256 <= more < some <= 4096
+    assert beside is not None
+    assert 256 <= beside <= more < some <= 4096
     assert abs(some / more - 2) < 0.5
     with pytest.raises(DoesNotFit, match="give fewer --requests"):
         serving(base, "vllm", gpu="1GiB", requests=1 << 16)
@@ -119,15 +125,6 @@ def test_a_name_with_separators_and_a_folder_that_is_here(
     plan = serving(".", "vllm", name="a=b,c")
     module = json.loads(options(plan)["--lora-modules"])
     assert module == {"name": "a=b,c", "path": str(run.path.resolve().with_name("run-served"))}
-
-
-def test_an_adapter_takes_room_of_the_context(runs: Callable[[str], ToyRun], tmp_path: Path) -> None:
-    run = runs("qwen3_moe")
-    export(run.path, "vllm", tmp_path / "own")
-    base, own = (serving(str(what), "vllm", gpu="1GiB", requests=2048) for what in (run.base, tmp_path / "own"))
-    assert base.context is not None
-    assert own.context is not None
-    assert own.context <= base.context
 
 
 def test_no_file_is_made_in_the_catalog_or_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

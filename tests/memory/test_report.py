@@ -68,7 +68,7 @@ def test_verdict(off: str, verdict: str) -> None:
 
 def test_the_routing_widens_the_range_by_what_it_may_take(tmp_path: Path) -> None:
     """Up to published scores where nothing is known; from balanced to the ends of their intervals for scores."""
-    model = write_toy(tmp_path, "mixtral", hidden_size=256, intermediate_size=2048, vocab_size=256)
+    model = write_toy(tmp_path, "mixtral", hidden_size=256, intermediate_size=2048, num_hidden_layers=2)
     config = toy_run(model, "mixtral", LORA, train={"micro_batch": 8, "sequence_length": 512, "expert_memory": 0})
 
     def found(routing: AssumedRouting) -> MemoryReport:
@@ -107,7 +107,7 @@ def toy(model: Path, **sections: Any) -> RunConfig:
 
 def test_paged_states_are_outside_of_the_allocator(tmp_path: Path) -> None:
     """Large ones: managed memory, which torch's counters do not see."""
-    model = write_toy(tmp_path, "mixtral", hidden_size=512, vocab_size=512)
+    model = write_toy(tmp_path, "mixtral", hidden_size=512, vocab_size=512, num_hidden_layers=2)
     adapt = {"also": ["lm_head.weight", "model.norm.weight"]}
     runs = [toy_run(model, "mixtral", adapt, optimizer={"name": name}) for name in ("adamw8bit", "paged_adamw8bit")]
     plain, paged = (predict(run, gpu="l40s").fullest for run in runs)

@@ -63,12 +63,9 @@ def test_what_is_not_finite_touches_no_weight(zero: int, on_nonfinite: str, smal
             assert given[5] > 0
 
 
-def test_without_the_package(small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_without_the_package(configure: small.Configure, monkeypatch: Any) -> None:
     monkeypatch.setattr("moetune.parallel.deepspeed.find_spec", lambda name: None)
-    run = small.run_config(
-        small_model, small_data, tmp_path / "run", parallel={"engine": "deepspeed", "fsdp": 2, "zero": 2},
-        hardware={"count": 2},
-    )  # fmt: skip
+    run = configure(parallel={"engine": "deepspeed", "fsdp": 2, "zero": 2}, hardware={"count": 2})  # fmt: skip
     predicted = run_config({"zero": 2}, model={"path": "tiny-mixtral"}, adapt={"router": "all"})
     for command in (partial(train, run, dry_run=True), partial(predict, predicted)):
         with pytest.raises(UserError, match=r"needs a package that is not installed: .* pip install .* deepspeed"):

@@ -75,7 +75,7 @@ def test_a_base_in_several_precisions(name: str, small_model: Path, sharded: Pat
 @pytest.mark.parametrize(
     "model_type",
     [
-        one if one == "qwen3_5_moe" else pytest.param(one, marks=pytest.mark.full)
+        one if one == "aria" else pytest.param(one, marks=pytest.mark.full)
         for one in TYPES
         if one != "qwen3_omni_moe_thinker"
     ],

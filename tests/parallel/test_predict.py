@@ -75,7 +75,7 @@ def test_what_makes_ranks_differ(small_model: Path) -> None:
 @pytest.mark.parametrize("adapt", ["router", pytest.param("lora", marks=pytest.mark.full)])
 def test_frozen_tensors_that_divide_unevenly_take_equal_memory(adapt: str, tmp_path: Path) -> None:
     """The gate of Qwen3-Next's shared expert has one row: a second rank stores a shard of padding."""
-    toy = write_toy(tmp_path, "qwen3_next", experts=4, num_hidden_layers=4)
+    toy = write_toy(tmp_path, "qwen3_next", experts=4, num_hidden_layers=2)
     lora = {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}
     adapts: dict[str, dict[str, Any]] = {"router": {"router": "all"}, "lora": {"lora": lora}}
     layout = {"parallel": {"fsdp": 2, "ep": 2}, "hardware": {"count": 2}}
@@ -93,7 +93,7 @@ def test_frozen_tensors_that_divide_unevenly_take_equal_memory(adapt: str, tmp_p
 def test_ranks_differ_by_which_experts_are_computed_together(tmp_path: Path) -> None:
     """Four of eight have LoRA, two on each rank: on the first they alternate with the others, on the second they do
     not, so that groups are larger."""
-    toy = write_toy(tmp_path, "mixtral", experts=8, intermediate_size=512)
+    toy = write_toy(tmp_path, "mixtral", experts=8, intermediate_size=512, num_hidden_layers=2)
     layout = {"parallel": {"fsdp": 2, "ep": 2}, "hardware": {"count": 2}, "train": {"sequence_length": 256}}
 
     def run(**some: Any) -> ResolvedRun:
@@ -110,7 +110,7 @@ def test_ranks_differ_by_which_experts_are_computed_together(tmp_path: Path) -> 
 
 def test_the_fullest_rank_may_be_any(tmp_path: Path) -> None:
     """A recorded load, under which the first rank receives most."""
-    toy = write_toy(tmp_path, "mixtral", intermediate_size=512)
+    toy = write_toy(tmp_path, "mixtral", intermediate_size=512, num_hidden_layers=2)
     adapt = {"lora": {"rank": 4, "alpha": 8, "targets": ["experts"]}}
     layout = {"parallel": {"fsdp": 2, "ep": 2}, "hardware": {"count": 2}, "train": {"sequence_length": 256}}
     run = resolve(toy_run(toy, "mixtral", adapt, **layout), "cuda")

@@ -90,9 +90,9 @@ def exhaustive(search: Search, tried: list[Strategy]) -> tuple[int, int, int] | 
 
 
 @pytest.mark.parametrize(("goal", "model"), [("experts", "mixtral-8x7b"), ("lora", "mixtral-8x7b")])
-def test_the_best_run_is_what_exhaustive_search_finds(goal: Goal, model: str) -> None:
+def test_the_best_run_is_what_exhaustive_search_finds(goal: Goal, model: str, pytestconfig: pytest.Config) -> None:
     draw = random.Random(0)
-    for _ in range(4):
+    for _ in range(4 if pytestconfig.getoption("--all") else 1):
         for tried in of_equal_costs(goal, model):
             search = search_of(model, "44GiB")
             answers = Arithmetic(int(draw.uniform(900, 9000)), draw)

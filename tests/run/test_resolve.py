@@ -32,9 +32,7 @@ def config_of(path: Path, adapt: dict[str, Any] | None = None, /, **sections: An
     return RunConfig.model_validate({"model": model, "adapt": adapt or {"router": "all"}} | sections)
 
 
-def test_a_training_start_resolves_once(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_start_resolves_once(configure: small.Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source is found, the model built on the meta device and its structure read one time each, by whatever name a
     module knows these functions."""
     called: Counter[str] = Counter()
@@ -47,7 +45,7 @@ def test_a_training_start_resolves_once(
         for module in [module for name, module in sys.modules.items() if name.startswith("moetune.")]:
             if getattr(module, function.__name__, None) is function:
                 monkeypatch.setattr(module, function.__name__, counted)
-    config = small.run_config(small_model, small_data, tmp_path / "run", "experts", train={"steps": 1})
+    config = configure("experts", train={"steps": 1})
     train(resolve(config, "cpu"))
     assert called == {"find_model_source": 1, "meta_model": 1, "read_structure": 1}
 
@@ -124,10 +122,8 @@ def test_a_base_is_kept_as_it_is_published_unless_another_is_asked_for() -> None
         assert other.config.model.base == "nf4"
 
 
-def test_training_on_another_device_than_it_was_resolved_for(
-    small_model: Path, small_data: Path, tmp_path: Path
-) -> None:
-    config = small.run_config(small_model, small_data, tmp_path / "run")
+def test_training_on_another_device_than_it_was_resolved_for(configure: small.Configure) -> None:
+    config = configure()
     with pytest.raises(UserError, match="resolved for cuda; resolve it for cpu"):
         train(resolve(config, "cuda"), device="cpu")
     if not torch.cuda.is_available():

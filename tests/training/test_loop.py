@@ -81,21 +81,19 @@ def test_metrics_have_the_keys_of_the_contract(small_model: Path, small_data: Pa
 
 
 @pytest.mark.gpu
-def test_peak_memory_is_in_the_metrics(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    lines = trained(small.run_config(small_model, small_data, tmp_path / "run"))
+def test_peak_memory_is_in_the_metrics(configure: small.Configure) -> None:
+    lines = trained(configure())
     assert all(line["peak_allocated"] > 0 for line in lines)
 
 
 @pytest.mark.parametrize("adapt", thinned(small.ADAPT, len(small.ADAPT)))
-def test_four_rows_a_step_however_they_are_cut(adapt: str, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_four_rows_a_step_however_they_are_cut(adapt: str, configure: small.Configure, tmp_path: Path) -> None:
     """4 × 1, 2 × 2 and 1 × 4, over the end of the data, where a step has two rows."""
     runs = {}
     for micro_batch, accumulate in ((4, 1), (2, 2), (1, 4)):
         settings = {"micro_batch": micro_batch, "accumulate": accumulate, "steps": 6, "save_every": 99}
         output = tmp_path / str(micro_batch)
-        config = small.run_config(
-            small_model, small_data, output, adapt, train=settings, optimizer={"name": "sgd", "lr": 0.5}
-        )
+        config = configure(adapt, output=output, train=settings, optimizer={"name": "sgd", "lr": 0.5})
         runs[micro_batch] = (trained(config), load_file(output / "checkpoints" / "step-6" / "trained.safetensors"))
     lines, tensors = runs[4]
     for others, other_tensors in (runs[2], runs[1]):
@@ -131,22 +129,20 @@ SCHEDULES = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_warm_up_and_schedule(schedule: str, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_warm_up_and_schedule(schedule: str, configure: small.Configure) -> None:
     settings = {"steps": 10, "warmup": 2, "schedule": schedule, "save_every": 99, "micro_batch": 1, "accumulate": 1}
-    lines = trained(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
+    lines = trained(configure(train=settings))
     expected = [0.01 * (step / 2 if step < 2 else SCHEDULES[schedule](step)) for step in range(10)]
     assert [line["lr"] for line in lines] == pytest.approx(expected)
 
 
-def test_clipping_acts(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_clipping_acts(configure: small.Configure, tmp_path: Path) -> None:
     """With plain SGD the first step is lr × gradient: its length is lr × the norm that is left."""
     moved, norms = {}, {}
     for limit in (0.0, 1e9, 0.01):
-        config = small.run_config(
-            small_model,
-            small_data,
-            tmp_path / str(limit),
+        config = configure(
             "experts",
+            output=str(limit),
             train={"steps": 1, "max_grad_norm": limit},
             optimizer={"name": "sgd", "lr": 0.5},
         )
@@ -159,11 +155,11 @@ def test_clipping_acts(small_model: Path, small_data: Path, tmp_path: Path) -> N
     assert moved[0.01] == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
-def test_the_seed_orders_the_data(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_the_seed_orders_the_data(configure: small.Configure) -> None:
     """The first loss of untouched weights, with nothing random in the model: a matter of which rows come first."""
     losses = []
     for seed in (1, 2):
-        config = small.run_config(small_model, small_data, tmp_path / str(seed), train={"steps": 1, "seed": seed})
+        config = configure(output=str(seed), train={"steps": 1, "seed": seed})
         losses.append(trained(config)[0]["loss"])
     assert losses[0] != losses[1]
 
@@ -190,10 +186,10 @@ def test_frozen_weights_stay_as_they_are(
     assert changed == adapted.trainable().keys()
 
 
-def test_tensorboard_gets_the_same_numbers(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_tensorboard_gets_the_same_numbers(configure: small.Configure, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     settings = {"report_to": ["tensorboard"]}
-    lines = trained(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
+    lines = trained(configure(train=settings))
     (events,) = (tmp_path / "run" / "runs" / "moetune").glob("events.out.tfevents.*")
     reader = accumulator.EventAccumulator(str(events.parent))
     reader.Reload()
@@ -211,28 +207,28 @@ def test_tensorboard_gets_the_same_numbers(small_model: Path, small_data: Path, 
     ],
 )
 def test_an_unknown_reporter_is_refused_first(
-    reporter: str, message: str, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reporter: str, message: str, configure: small.Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "build", only_without_weights)
     with pytest.raises(UserError, match=message):
-        train(small.run_config(small_model, small_data, tmp_path / "run", train={"report_to": [reporter]}))
+        train(configure(train={"report_to": [reporter]}))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_loads_and_writes_nothing(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: small.Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "build", only_without_weights)
-    result = train(small.run_config(small_model, small_data, tmp_path / "run"), dry_run=True)
+    result = train(configure(), dry_run=True)
     assert (result.steps, result.trainable["router"]) == (0, small.LAYERS * small.EXPERTS * 64)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_logged_loss_covers_every_step_since_the_last(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_a_logged_loss_covers_every_step_since_the_last(configure: small.Configure) -> None:
     """Also before a checkpoint that falls between: the sum so far is not in one, so it is logged there."""
-    each = trained(small.run_config(small_model, small_data, tmp_path / "1", train={"steps": 7, "save_every": 3}))
+    each = trained(configure(output="1", train={"steps": 7, "save_every": 3}))
     settings = {"steps": 7, "save_every": 3, "log_every": 5}
-    some = trained(small.run_config(small_model, small_data, tmp_path / "5", train=settings))
+    some = trained(configure(output="5", train=settings))
     losses = [line["loss"] for line in each]
     assert [line["step"] for line in some] == [3, 5, 6, 7]
     expected = [sum(losses[:3]) / 3, sum(losses[3:5]) / 2, losses[5], losses[6]]
@@ -240,7 +236,7 @@ def test_a_logged_loss_covers_every_step_since_the_last(small_model: Path, small
 
 
 def test_a_checkpoint_takes_what_is_asked_of_the_disk(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: small.Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Master weights included: what is written is never more, and not a third less."""
     asked: list[int] = []
@@ -251,7 +247,7 @@ def test_a_checkpoint_takes_what_is_asked_of_the_disk(
         lambda self, step, keep, needed, best: (asked.append(needed), new_checkpoint(self, step, keep, needed))[1],
     )
     sections = {"optimizer": {"name": "adamw", "offload": True}, "train": {"save_every": 3}}
-    train(small.run_config(small_model, small_data, tmp_path / "run", "experts", **sections))
+    train(configure("experts", **sections))
     inside = (tmp_path / "run" / "checkpoints" / "step-3").rglob("*")
     written = sum(file.stat().st_size for file in inside if file.is_file())
     assert asked[0] - 2**20 <= written <= asked[0]
@@ -260,7 +256,7 @@ def test_a_checkpoint_takes_what_is_asked_of_the_disk(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_the_step_which_is_saved(
-    number: signal.Signals, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, configure: small.Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that Python drops, as in a destructor; more within a second are the same one."""
     step, said = MemoryRecord.step_ends, io.StringIO()
@@ -273,7 +269,7 @@ def test_a_signal_ends_the_run_after_the_step_which_is_saved(
                 signal.raise_signal(number)
 
     before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
-    run = small.run_config(small_model, small_data, tmp_path / "run", "lora", train={"steps": 5})
+    run = configure("lora", train={"steps": 5})
     whole = run.model_copy(update={"output": str(tmp_path / "whole")})
     monkeypatch.setattr(MemoryRecord, "step_ends", interrupted)
     with pytest.raises(Interrupted) as ended:
@@ -287,7 +283,7 @@ def test_a_signal_ends_the_run_after_the_step_which_is_saved(
 
 
 def test_after_a_signal_ranks_wait_for_the_first_to_name_the_checkpoint(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: small.Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a rank ends, the launcher stops those that do not end soon."""
     happened: list[str] = []
@@ -297,17 +293,17 @@ def test_after_a_signal_ranks_wait_for_the_first_to_name_the_checkpoint(
     monkeypatch.setattr(Loop, "_say", lambda *_: happened.append("said"))
     monkeypatch.setattr(Ranks, "barrier", lambda _: happened.append("waited"))
     with pytest.raises(Interrupted):
-        train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 5}))
+        train(configure(train={"steps": 5}))
     assert happened[-3:] == ["saved", "waited", "said"]
 
 
 def test_a_second_signal_ends_it_at_once(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: small.Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interrupt, "_SAME", -1.0)
     monkeypatch.setattr(MemoryRecord, "step_begins", lambda _: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     with pytest.raises(KeyboardInterrupt) as ended:
-        train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 5}))
+        train(configure(train={"steps": 5}))
     assert not isinstance(ended.value, Interrupted)
     assert not (tmp_path / "run/checkpoints/step-1").exists()
 
@@ -315,7 +311,7 @@ def test_a_second_signal_ends_it_at_once(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_weights_that_the_last_update_broke_are_not_kept(
-    steps: int, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    steps: int, configure: small.Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No gradient since could have told."""
     update = Stepper.update
@@ -329,7 +325,7 @@ def test_weights_that_the_last_update_broke_are_not_kept(
     monkeypatch.setattr(Stepper, "update", breaks)
     said = rf"step {steps}: .*model.layers.0\S* not finite.*" + ("none before" if steps == 1 else f"step-{steps - 1}")
     with pytest.raises(UserError, match=said):
-        train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": steps, "save_every": 1}))
+        train(configure(train={"steps": steps, "save_every": 1}))
     assert len(list((tmp_path / "run/checkpoints").glob("*"))) == steps - 1
 
 
@@ -355,9 +351,9 @@ def test_epochs_become_steps_and_resume_as_such(small_model: Path, small_data: P
         RunConfig.model_validate(run)
 
 
-def test_what_is_known_of_the_length_is_said(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_what_is_known_of_the_length_is_said(configure: small.Configure) -> None:
     said = io.StringIO()
-    config = small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 50, "warmup": 50})
+    config = configure(train={"steps": 50, "warmup": 50})
     train(config, dry_run=True, console=Console(file=said))
     lines = said.getvalue().splitlines()
     assert lines[1].startswith("data: 14 examples in 14 sequences, ")
@@ -369,14 +365,14 @@ def test_what_is_known_of_the_length_is_said(small_model: Path, small_data: Path
 
 
 @pytest.mark.parametrize(("lr", "low", "high"), [(1e-2, 0.5, 1.0), (2e-5, 0.001, 0.4)])
-def test_weights_that_do_not_move_are_said(
-    lr: float, low: float, high: float, small_model: Path, small_data: Path, tmp_path: Path
-) -> None:
+def test_weights_that_do_not_move_are_said(lr: float, low: float, high: float, configure: small.Configure) -> None:
     said = io.StringIO()
-    config = small.run_config(
-        small_model, small_data, tmp_path / "run", model={"dtype": "bf16", "base": "bf16"},
-        optimizer={"name": "adamw", "lr": lr}, train={"steps": 2, "sequence_length": 16}, data={"too_long": "truncate"},
-    )  # fmt: skip
+    config = configure(
+        model={"dtype": "bf16", "base": "bf16"},
+        optimizer={"name": "adamw", "lr": lr},
+        train={"steps": 2, "sequence_length": 16},
+        data={"too_long": "truncate"},
+    )
     train(config, console=Console(file=said, width=500))
     found = re.search(r"note: (\S+)% of the weights that train in 16 bits have moved", said.getvalue())
     assert (found is not None) == (high < 0.5)
@@ -384,7 +380,7 @@ def test_weights_that_do_not_move_are_said(
 
 
 def test_early_stopping_keeps_and_exports_the_best(
-    small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    configure: small.Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held_out = small.write_data(tmp_path / "held_out.jsonl", [{"prompt": "x y z", "completion": "q w v u, 0 1 2 3"}])
     settings = {
@@ -397,7 +393,7 @@ def test_early_stopping_keeps_and_exports_the_best(
     sections: dict[str, Any] = {
         "train": settings, "data": {"eval": str(held_out)}, "optimizer": {"name": "adamw", "lr": 0.05},
     }  # fmt: skip
-    config = small.run_config(small_model, small_data, tmp_path / "run", "experts", **sections)
+    config = configure("experts", **sections)
     lines = trained(config)
     losses = {line["step"]: line["eval_loss"] for line in lines if line.get("eval_loss") and line["step"]}
     best, last = min(losses, key=lambda step: losses[step]), max(losses)

@@ -23,8 +23,8 @@ def test_a_layer_in_numbers() -> None:
     assert load_summary({}) == {}
 
 
-def test_metrics_have_each_layer(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    config = small.run_config(small_model, small_data, tmp_path / "run")
+def test_metrics_have_each_layer(configure: small.Configure, tmp_path: Path) -> None:
+    config = configure()
     train(config)
     for line in small.read_metrics(tmp_path / "run"):
         assert list(line["routing"]) == ["0", "1"]

@@ -11,11 +11,11 @@ from tests import small
 from tests.resolved import train
 
 
-def test_a_live_run_is_left_alone_and_read(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_a_live_run_is_left_alone_and_read(configure: small.Configure, tmp_path: Path) -> None:
     """A dry run too is told; exports go on beside it; a lock that a kill left does not hold."""
     output = tmp_path / "run"
-    train(small.run_config(small_model, small_data, output, train={"steps": 2, "save_every": 1}))
-    longer = small.run_config(small_model, small_data, output, train={"steps": 3, "save_every": 1})
+    train(configure(output=output, train={"steps": 2, "save_every": 1}))
+    longer = configure(output=output, train={"steps": 3, "save_every": 1})
     live = RunWriter(output)
     live.lock()
     for how in ({"overwrite": True}, {"resume": "auto", "dry_run": True}):

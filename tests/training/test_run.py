@@ -15,13 +15,11 @@ def listing(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_loss_that_is_no_number(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number(configure: small.Configure, tmp_path: Path) -> None:
     settings = {"steps": 9, "save_every": 1, "max_grad_norm": 0}
     optimizer = {"name": "sgd", "lr": 1e30}
     with pytest.raises(UserError, match=r"step \d: the gradient of model\..* is not finite.*Lower optimizer\.lr"):
-        train(
-            small.run_config(small_model, small_data, tmp_path / "run", "experts", train=settings, optimizer=optimizer)
-        )
+        train(configure("experts", train=settings, optimizer=optimizer))
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     reached = int(newest.name.removeprefix("step-"))
     assert len(small.read_metrics(tmp_path / "run")) == reached  # the step that went wrong is not saved

@@ -36,22 +36,22 @@ def changed(model: Path, folder: Path, change: Any) -> Path:
     return copy
 
 
-def test_a_run_that_learns_says_nothing(small_model: Path, small_data: Path, tmp_path: Path, capsys: Err) -> None:
-    train(small.run_config(small_model, small_data, tmp_path / "run", "lora"))
+def test_a_run_that_learns_says_nothing(configure: small.Configure, tmp_path: Path, capsys: Err) -> None:
+    train(configure("lora"))
     assert said(capsys) == []
     for line in small.read_metrics(tmp_path / "run"):
         assert (line["idle_experts"], line["unchanged"], line["notices"]) == (0, [], [])
 
 
-def test_updates_that_round_away(small_model: Path, small_data: Path, tmp_path: Path, capsys: Err) -> None:
+def test_updates_that_round_away(configure: small.Configure, tmp_path: Path, capsys: Err) -> None:
     optimizer = {"name": "sgd", "lr": 1e-12}
-    train(small.run_config(small_model, small_data, tmp_path / "run", "router", optimizer=optimizer))
+    train(configure("router", optimizer=optimizer))
     assert any("no weight of router has changed" in note for note in said(capsys))
     assert small.read_metrics(tmp_path / "run")[-1]["unchanged"] == ["router"]
 
 
-def test_a_warmup_that_has_not_begun_is_none(small_model: Path, small_data: Path, tmp_path: Path, capsys: Err) -> None:
-    train(small.run_config(small_model, small_data, tmp_path / "run", "router", train={"warmup": 2}))
+def test_a_warmup_that_has_not_begun_is_none(configure: small.Configure, capsys: Err) -> None:
+    train(configure("router", train={"warmup": 2}))
     assert said(capsys) == []
 
 

@@ -47,12 +47,12 @@ def resumed(folder: Path, resume: str = "auto") -> None:
     train(run_of(folder, 3), resume="auto" if resume == "auto" else str(folder / "run" / "checkpoints" / resume))
 
 
-def test_a_base_in_several_precisions(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_a_base_in_several_precisions(configure: small.Configure) -> None:
     """It is compared by what it says, however that is written."""
 
     def run(steps: int, layers: object) -> RunConfig:
         model = {"base": {"default": "nf4", "layers": layers}}
-        return small.run_config(small_model, small_data, tmp_path / "run", model=model, train={"steps": steps})
+        return configure(model=model, train={"steps": steps})
 
     train(run(1, {"0": "fp32", 1: {"experts": "int8"}}))
     train(run(2, {1: {"experts": "int8"}, 0: "fp32"}), resume="auto")
@@ -63,20 +63,29 @@ def test_a_base_in_several_precisions(small_model: Path, small_data: Path, tmp_p
 BOTH = pytest.mark.parametrize("resume", ["auto", "step-2"])
 
 
-def test_a_schedule_over_more_steps(
-    small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_schedule_over_more_steps(configure: small.Configure, capsys: pytest.CaptureFixture[str]) -> None:
     for steps in (1, 2):
         train_ = {"steps": steps, "schedule": "cosine"}
-        train(small.run_config(small_model, small_data, tmp_path / "run", train=train_), resume="auto")
+        train(configure(train=train_), resume="auto")
     assert "the cosine schedule of 1 steps is now that of 2, so learning rates jump" in capsys.readouterr().err
 
 
-def test_data_edited_in_place(folder: Path) -> None:
-    """Even where the number of tokens stays."""
-    file = folder / "train.jsonl"
-    file.write_text(file.read_text().replace("router", "retour"))
-    with pytest.raises(UserError, match=r"data\.train has changed since it began: its tokens differ"):
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        # even where the number of tokens stays
+        ("train.jsonl", "router", "retour", r"data\.train has changed since it began: its tokens differ"),
+        ("run/inputs.json", '"schema": 1', '"schema": 2', r"inputs\.json' was changed"),
+        ("run/inputs.json", None, "", r"inputs\.json' cannot be read: No such file.*; copy it back"),
+    ],
+)
+def test_edited_in_place(file: str, old: str | None, new: str, message: str, folder: Path) -> None:
+    path = folder / file
+    if old is None:
+        path.unlink()
+    else:
+        path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(UserError, match=message):
         resumed(folder)
 
 
@@ -135,15 +144,4 @@ def test_a_checkpoint_by_another_name(folder: Path) -> None:
     shutil.rmtree(checkpoints / "step-1")
     (checkpoints / "step-2").rename(checkpoints / "step-1")
     with pytest.raises(UserError, match="it is of step 2, and its name says otherwise"):
-        resumed(folder)
-
-
-@pytest.mark.parametrize("how", ["missing", "edited"])
-def test_the_note_itself(how: str, folder: Path) -> None:
-    file = folder / "run" / "inputs.json"
-    if how == "missing":
-        file.unlink()
-    else:
-        file.write_text(file.read_text().replace('"schema": 1', '"schema": 2'))
-    with pytest.raises(UserError, match=r"inputs\.json' (cannot be read: No such file.*; copy it back|was changed)"):
         resumed(folder)

@@ -19,7 +19,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def test_one_figure_is_said_and_it_is_of_the_runs_own_routing(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    configure: small.Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """The balanced prediction is in the file; only the one as routed is printed, at the end."""
 
@@ -27,7 +27,7 @@ def test_one_figure_is_said_and_it_is_of_the_runs_own_routing(
         return memory_record.Predicted(2**20 if routing.name == "balanced" else 2**21)
 
     monkeypatch.setattr(memory_record, "predicted", predicted)
-    train(small.run_config(small_model, small_data, tmp_path / "run", "router"), predicts=True)
+    train(configure("router"), predicts=True)
     assert "predicted" not in capsys.readouterr().err
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert (record["schema"], record["device"], record["steps"]) == (1, "cpu", 2)
@@ -58,14 +58,13 @@ def test_what_a_run_does_between_its_steps_is_no_part_of_what_is_compared(
 
 @pytest.mark.parametrize("error", [ValueError("a layer's tuple"), MemoryError()])
 def test_a_prediction_that_fails_ends_no_training(
-    error: Exception, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-) -> None:  # fmt: skip
+    error: Exception, configure: small.Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     def fails(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(memory_record, "trace", fails)
-    assert train(small.run_config(small_model, small_data, tmp_path / "run"), predicts=True).steps == 3
+    assert train(configure(), predicts=True).steps == 3
     assert "cannot be predicted" in capsys.readouterr().err
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert record["predicted"] == {"peak_allocated": None, "as_routed": None}

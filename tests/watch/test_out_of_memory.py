@@ -179,10 +179,10 @@ def test_with_what_it_names_the_run_fits(limited: Limited, small_model: Path, tm
 
 
 @pytest.mark.usefixtures("no_remedies")
-def test_one_row_is_not_halved(limited: Limited, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_one_row_is_not_halved(limited: Limited, configure: small.Configure, tmp_path: Path) -> None:
     """Three rows become one each; then there is no more to be had."""
     train = ROWS | {"micro_batch": 3, "on_oom": "halve_micro_batch"}
-    run = small.run_config(small_model, small_data, tmp_path / "run", "lora", train=train)
+    run = configure("lora", train=train)
     with pytest.raises(DoesNotFit, match="out of memory in step 1, micro-step 0, forward"):
         limited(run, 1_270_000)
     (noted,) = [line for line in small.read_metrics(tmp_path / "run") if "out_of_memory" in line]
@@ -206,7 +206,7 @@ def test_the_command_exits_with_one(
 
 
 def test_memory_that_runs_out_as_the_optimizer_is_made_is_reported(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: small.Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: Any) -> None:
         raise torch.OutOfMemoryError("of copies of the weights")
@@ -214,7 +214,7 @@ def test_memory_that_runs_out_as_the_optimizer_is_made_is_reported(
     monkeypatch.setattr(loop, "make_optimizer", full)
     monkeypatch.setattr(Watch, "out_of_memory", lambda self, run, loop: DoesNotFit("a report", {"loop": loop}))
     with pytest.raises(DoesNotFit, match="a report"):
-        train(small.run_config(small_model, small_data, tmp_path / "run"))
+        train(configure())
     assert json.loads((tmp_path / "run/out_of_memory.json").read_text()) == {"loop": None}
 
 
@@ -225,9 +225,7 @@ def test_memory_that_runs_out_as_the_optimizer_is_made_is_reported(
         ({"parallel": {"fsdp": 2}}, "halve_micro_batch is for one GPU"),
     ],
 )
-def test_what_cannot_be_halved_is_refused(
-    sections: dict[str, Any], said: str, small_model: Path, small_data: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_halved_is_refused(sections: dict[str, Any], said: str, configure: small.Configure) -> None:
     more = {**sections, "train": {"on_oom": "halve_micro_batch", **sections.get("train", {})}}
     with pytest.raises(UserError, match=said):
-        train(small.run_config(small_model, small_data, tmp_path / "run", "experts", **more))
+        train(configure("experts", **more))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.start_from.delta import check_delta, load_delta
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.models.hub.delta_folder import Delta, read_delta
@@ -27,9 +28,13 @@ def exported(run: ToyRun, out: Path) -> Delta:
     return read_delta(out)
 
 
+def adapted_config(run: ToyRun, adapt: dict[str, Any]) -> RunConfig:
+    return run_config(run.base, adapt, model=run.config.model.model_dump())
+
+
 def fresh(run: ToyRun, adapt: dict[str, Any]) -> Adapted:
     """The model before training, with another choice of what trains."""
-    return build(run_config(run.base, adapt, model=run.config.model.model_dump()), "cpu")
+    return build(adapted_config(run, adapt), "cpu")
 
 
 @pytest.mark.one_in(3)
@@ -46,10 +51,7 @@ def test_every_value_comes_back(model_type: str, adapt: str, base: Callable[[str
     check_delta(build(adapted_config(run, ADAPT[adapt]), "meta"), read_delta(tmp_path / "delta"))
 
 
-def adapted_config(run: ToyRun, adapt: dict[str, Any]) -> Any:
-    return run_config(run.base, adapt, model=run.config.model.model_dump())
-
-
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_what_is_not_in_it_stays_and_is_said(model_type: str, base: Callable[[str], Path], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", base(model_type), FULL)
@@ -63,6 +65,7 @@ def test_what_is_not_in_it_stays_and_is_said(model_type: str, base: Callable[[st
         assert parameter.equal(trained.get(name, before[name])), name
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_what_would_be_ignored_is_named(model_type: str, base: Callable[[str], Path], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", base(model_type), FULL)

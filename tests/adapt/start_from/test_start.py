@@ -150,35 +150,6 @@ def refused(config: RunConfig, message: str) -> None:
     assert not Path(str(config.output)).exists()
 
 
-def test_another_adapter_than_the_run_has_is_refused(
-    small_model: Path,
-    small_data: Path,
-    stock: tuple[Path, PeftModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    never_loads(monkeypatch)
-    adapt = {"lora": LORA | {"rank": 2, "alpha": 4}, "start_from": str(stock[0])}
-    config = run_of(small_model, small_data, tmp_path / "run", adapt)
-    refused(config, r"q_proj: rank 4, and adapt\.lora asks for 2")
-
-
-def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loads(*args: Any) -> None:
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr("moetune.adapt.build.read_published", loads)
-
-
-def test_a_delta_tensor_that_would_be_ignored_is_an_error(
-    small_model: Path, small_data: Path, delta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    never_loads(monkeypatch)
-    adapt = {"router": "all", "start_from": str(delta)}
-    config = run_of(small_model, small_data, tmp_path / "run", adapt)
-    refused(config, r"experts\.0\.w1\.weight is in the delta, but does not train")
-
-
 @pytest.fixture(scope="module")
 def delta(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `EXPERTS` trained."""
@@ -186,6 +157,29 @@ def delta(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPath
     train(run_of(small_model, small_data, folder / "run", EXPERTS))
     export(folder / "run", "delta", folder / "delta")
     return folder / "delta"
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapt", "message"),
+    [
+        ("adapter", {"lora": LORA | {"rank": 2, "alpha": 4}}, r"q_proj: rank 4, and adapt\.lora asks for 2"),
+        ("delta", {"router": "all"}, r"experts\.0\.w1\.weight is in the delta, but does not train"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_weights_are_loaded(
+    kind: str,
+    adapt: dict[str, Any],
+    message: str,
+    stock: tuple[Path, PeftModel],
+    delta: Path,
+    small_model: Path,
+    small_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moetune.adapt.build.read_published", lambda *_: pytest.fail("weights were loaded"))
+    start = stock[0] if kind == "adapter" else delta
+    refused(run_of(small_model, small_data, tmp_path / "run", adapt | {"start_from": str(start)}), message)
 
 
 def test_a_delta_of_another_base_is_refused(small_data: Path, delta: Path, tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ FORMATS: tuple[Literal["delta", "peft", "merged"], ...] = ("delta", "peft", "mer
 def config(small_model: Path, small_data: Path, tmp_path: Path) -> RunConfig:
     """A run on a base of its own, which a test may change."""
     base = Path(shutil.copytree(small_model, tmp_path / "base"))
-    return small.run_config(base, small_data, tmp_path / "run", adapt=ADAPT, model={"base": "fp32"})
+    return small.run_config(base, small_data, tmp_path / "run", adapt=ADAPT, model={"base": "fp32"}, train={"steps": 1})
 
 
-def longer(config: RunConfig, steps: int = 5) -> RunConfig:
+def longer(config: RunConfig, steps: int = 2) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
@@ -88,7 +88,7 @@ def test_a_flipped_byte_is_named(config: RunConfig, tmp_path: Path) -> None:
     train(config)
     file = tmp_path / "run" / "base.json"
     whole = file.read_bytes()
-    for position in (0, 30, 100, 200, 400, -70, -4):
+    for position in (0, 100, -70):
         data = bytearray(whole)
         data[position] ^= 1
         file.write_bytes(data)
@@ -105,7 +105,7 @@ def test_one_that_is_missing_is_said_and_noted_anew(
     train(config)
     file = tmp_path / "run" / "base.json"
     whole = file.read_bytes()
-    for steps in (3, 5):
+    for steps in (1, 2):
         file.unlink()
         for format_ in FORMATS:
             with pytest.raises(UserError, match=r"base\.json' is missing, .* --resume auto records it again"):

@@ -48,7 +48,7 @@ def work_of(log: Log) -> dict[Any, Work]:
 )
 def test_the_log_is_that_of_all_groups(case: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_type, adapt, sections = CASES[case]
-    model = write_toy(tmp_path, model_type, experts=16, num_hidden_layers=3)
+    model = write_toy(tmp_path, model_type, experts=8, num_hidden_layers=2)
     monkeypatch.setattr("moetune.experts.bank.most_together", lambda *_: 1 if memory == "one" else 3)
     is_written, written = Tracker.is_written, Counter[bool]()
 
@@ -75,7 +75,7 @@ def test_the_log_is_that_of_all_groups(case: str, memory: str, tmp_path: Path, m
 @pytest.mark.parametrize("into", ["nvfp4", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp8", "int4"))])
 def test_rounding_of_experts_that_is_run_twice(into: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All experts' matrices are rounded alike, so two of them tell what all take and compute."""
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3}
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
     model = write_toy(tmp_path, "mixtral", experts=6, **sizes)
     monkeypatch.setattr("moetune.experts.bank.most_together", lambda *_: 6)
     train = {"merge_into": into, "accumulate": 2}

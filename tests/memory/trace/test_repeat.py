@@ -162,6 +162,7 @@ def _together() -> Iterator[str]:
     yield from _ON_A_PUSH
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case",
     [name if name in _ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in dict.fromkeys(_together())],
@@ -181,7 +182,7 @@ def test_micro_batches_layer_by_layer(case: str, tmp_path: Path) -> None:
     assert next(reserved) == next(reserved)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("case", CASES)
 def test_first_step_that_only_creates_states(case: str, tmp_path: Path) -> None:
     model_type, adapt, sections, sizes = CASES[case]
@@ -200,6 +201,7 @@ def _only_reserved_differs(quick: Trace, both_steps: Trace) -> None:
     assert len(quick.log.entries) < len(both_steps.log.entries)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "layout", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )

@@ -217,8 +217,8 @@ def test_refusals(model_type: str, sections: dict[str, Any], message: str, tmp_p
         resolve(RunConfig.model_validate(run), "cpu")
 
 
-def test_trl_has_no_such_order(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    run = small.run_config(small_model, small_data, tmp_path, "lora", train={"layer_by_layer": True})
+def test_trl_has_no_such_order(configure: small.Configure, tmp_path: Path) -> None:
+    run = configure("lora", output=tmp_path, train={"layer_by_layer": True})
     with pytest.raises(UserError, match=r"would ignore train\.layer_by_layer: true"):
         trl_arguments(run, "sft")
 

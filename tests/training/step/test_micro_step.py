@@ -39,9 +39,9 @@ def step(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("adapt", "checkpointing"), in_pairs(small.ADAPT, ["none", "full"], every=2))
 def test_batch_of_four_is_four_of_one(
-    adapt: str, checkpointing: str, small_model: Path, small_data: Path, tmp_path: Path
+    adapt: str, checkpointing: str, configure: small.Configure, tmp_path: Path
 ) -> None:
-    config = small.run_config(small_model, small_data, tmp_path, adapt, train={"checkpointing": checkpointing})
+    config = configure(adapt, output=tmp_path, train={"checkpointing": checkpointing})
     rows = rows_of(config)
     one, four = build(config, "cpu"), build(config, "cpu")
     watches = RouterWatch(one), RouterWatch(four)
@@ -70,9 +70,9 @@ def test_batch_of_four_is_four_of_one(
         torch.testing.assert_close(four.trainable()[name], parameter, rtol=eps, atol=1e-4 * moved)
 
 
-def test_loss_is_a_mean_over_tokens(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_loss_is_a_mean_over_tokens(configure: small.Configure, tmp_path: Path) -> None:
     """Against the definition, token by token in float64: a mean of the rows' means would be another number."""
-    config = small.run_config(small_model, small_data, tmp_path)
+    config = configure(output=tmp_path)
     adapted = build(config, "cpu")
     rows = rows_of(config)[:4]
     row_losses = []
@@ -94,8 +94,8 @@ def test_loss_is_a_mean_over_tokens(small_model: Path, small_data: Path, tmp_pat
     assert abs(mean_of_means - by_hand) > 1e-4 * by_hand
 
 
-def test_token_loss_is_the_sum_of_the_models_own(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    config = small.run_config(small_model, small_data, tmp_path)
+def test_token_loss_is_the_sum_of_the_models_own(configure: small.Configure, tmp_path: Path) -> None:
+    config = configure(output=tmp_path)
     adapted = build(config, "cpu")
     batch = collate(rows_of(config)[:3], PAD)
     own = adapted.model(**batch, use_cache=False).loss
