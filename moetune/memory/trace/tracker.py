@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetune.adapt.attention import Capability
+from moetune.compat.fake_mode import run_below
 from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
 from moetune.kernels.runner import Outputs, running_by
@@ -303,21 +304,22 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # a shortcut: torch asks for it very often
+        kwargs = kwargs or {}
         if self._is_writing:
-            return func(*args, **(kwargs or {}))
+            return run_below(func, types, args, kwargs)
         if any(kind is not FakeTensor and issubclass(kind, _MADE_OF_OTHERS) for kind in types):
             return NotImplemented  # their operations on the inner tensors are dispatched here again
         if func.is_view and self._knows(args[0]):
-            return func(*args, **(kwargs or {}))  # allocates nothing, does no work
+            return run_below(func, types, args, kwargs)  # allocates nothing, does no work
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next(map(self.block_of, tensors_in(args)), None)
             micro_step = None if self.phase in ONCE_PHASES else self.turn
             self.log.sent.append(Sent(len(self.log.entries), self.step, micro_step, self.phase, sent, found))
-        kwargs, capability = kwargs or {}, self._capability
+        capability = self._capability
         inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))
         for number in self._births(func, workspace.on_cpu(func, args)) if self._on_cpu else ():
             self.death(number)
-        out = func(*args, **kwargs)
+        out = run_below(func, types, args, kwargs)
         born = len(self.log.blocks)
         if isinstance(out, Tensor):
             self.add(out, op=func.__name__)
