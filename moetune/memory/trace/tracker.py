@@ -105,7 +105,8 @@ class Tracker(TorchDispatchMode):
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
         self._group: tuple[Hashable, Point] | None = None  # the group of experts that is computed, and its start
-        self._groups: dict[Hashable, tuple[Segment, list[int]]] = {}  # of the pass over a layer's experts
+        self._groups: dict[Hashable, tuple[Segment, list[int]]] = {}
+        self._begun = set[str]()  # kinds of which a group was computed in this pass over a layer's experts
         self._is_writing = False  # whether outputs of a segment are made, whose storages are in the log
         self._capability, self._on_cpu = capability, on_cpu
         self.counts, self._parts = capability is not None and parts is not None, parts or {}
@@ -431,14 +432,19 @@ class Tracker(TorchDispatchMode):
         """End the group of experts that was computed; `experts` are those that are computed next, empty for none."""
         self._end_group()
         if not experts:
-            self._groups.clear()
+            self._begun.clear()
 
-    def is_written(self, key: Hashable) -> bool:
-        """Write what a group of experts allocates if one with an equal key was computed in this pass, and return True;
-        else return False, and what is recorded until the next group is this group's."""
-        if (known := self._groups.get(key)) is not None:
+    def is_written(self, bank: Hashable, kind: str, counts: Sequence[int]) -> bool:
+        """Write what a group of a bank's experts allocates if one like it was computed in this phase, and return True;
+        else return False, and what is recorded until the next group is this group's.
+
+        In each pass the first group of a kind is computed: experts are fetched, and gradients allocated, with it.
+        """
+        key = bank, self.phase, kind, *counts
+        if kind in self._begun and (known := self._groups.get(key)) is not None:
             self._written(*known)
             return True
+        self._begun.add(kind)
         self._group = key, Point.of(self.log)
         return False
 
