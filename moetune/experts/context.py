@@ -1,6 +1,6 @@
 """State that all expert banks of a model share: constant settings, and replaceable hooks."""
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -90,9 +90,9 @@ class ExpertHooks:
             gradient is complete. None to return gradients to autograd when the layer's backward is done.
         group: called in forward and backward with the ids of the experts that are computed next, and with () after the
             last group; None for no calls.
-        is_written: called before a group is computed, with a key that is equal for groups of a pass which allocate and
-            compute alike. If it returns True, the group is not computed, because a trace has written what it allocates.
-            None to compute every group.
+        is_written: called before a group is computed, with the bank, the kind of its experts and their numbers of rows:
+            groups for which these are equal allocate and compute alike. If it returns True, the group is not computed,
+            because a trace has written what it allocates. None to compute every group.
         norms: called after a forward pass with the layer's index and the L2 norms of the experts' outputs before
             weighting, [T, K] in float32; to be set only without gradients. None for no calls.
         recomputes: whether the forward pass is the recomputation of a checkpointed layer, which does not save gate_up
@@ -104,7 +104,7 @@ class ExpertHooks:
     count_received: CountReceived = read_received
     gradient: Callable[[nn.Parameter, Tensor], None] | None = None
     group: Callable[[Sequence[int]], None] | None = None
-    is_written: Callable[[Hashable], bool] | None = None
+    is_written: Callable[[Any, Kind, Sequence[int]], bool] | None = None
     norms: Callable[[int, Tensor], None] | None = None
     recomputes: bool = False
     without_lora: bool = False

@@ -66,7 +66,7 @@ def predict_memory(
         allocator: the configuration of torch's allocator that is simulated. None: what the environment variables set,
             else `expandable`, as in `moetune train`.
         simulated: whether the allocator is simulated. No verdict depends on it: else the reserved bytes are those
-            allocated, rounded up to pages.
+            allocated, rounded up to pages, and the report has no timeline.
         tracing: function that makes the traces; replaces `trace`.
 
     Raises:
@@ -191,7 +191,7 @@ def _reported(
         unknowns=(of_context(card),),
         host=host,
         moment=fullest.moment(),
-        timeline=fullest.timeline(),
+        timeline=() if allocator is None else fullest.timeline(),
         phases=fullest.phases(),
         collectives=fullest.collectives,
         time=None if common["gpu"] is None else slowest(run.config, found, cards),

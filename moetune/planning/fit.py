@@ -40,7 +40,7 @@ def last_that_fits(
             break
         if start not in reports and not tries:
             number = start
-        elif tries and tries % 4 == 0:  # where memory is far from a line, halving ends the search
+        elif tries > 5 and tries % 2:  # where memory is far from a line, halving ends the search
             number = (fits + fails) // 2
         else:
             number = _crossing({number: left(report) for number, report in reports.items()}, sizes)
@@ -51,13 +51,13 @@ def last_that_fits(
 
 def _crossing(free: Mapping[int, int], sizes: Sequence[float]) -> int:
     """Return the number at which a straight line through the two known headrooms nearest to zero crosses zero; with
-    only one known headroom, the number doubled if it fits, halved if not."""
+    only one known headroom, a number beyond it if it fits, so far that the line through both is of use, half if not."""
     nearest, *others = sorted(free, key=lambda number: abs(free[number]))
     if others:
         per_size = (free[nearest] - free[others[0]]) / (sizes[others[0]] - sizes[nearest])
         if per_size > 0:
             return bisect_right(sizes, sizes[nearest] + free[nearest] / per_size) - 1
-    return 2 * nearest + 1 if free[nearest] >= 0 else nearest // 2
+    return nearest + max(nearest + 1, len(sizes) // 32) if free[nearest] >= 0 else nearest // 2
 
 
 def headroom(report: MemoryReport) -> int:

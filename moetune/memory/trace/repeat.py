@@ -130,7 +130,7 @@ class Owners:
         self.log, self.are_turns = log, turns
         self.stretches = stretches_of_turns(log) if turns else stretches(log, kept)
         self.stretch_at = np.repeat(np.arange(len(self.stretches)), [one.stop - one.start for one in self.stretches])
-        layers = np.array([one.layer for one in self.stretches], dtype=np.int64)[self.stretch_at]
+        self._layers = layers = np.array([one.layer for one in self.stretches], dtype=np.int64)[self.stretch_at]
         self.born = layers[[block.born for block in log.blocks]]
         place = {} if turns else {layer: index for index, layer in enumerate(kept)}
         self.of = np.array(
@@ -145,13 +145,14 @@ class Owners:
             self.of[[b.part == "gradients" and alone for b, alone in zip(log.blocks, outlives, strict=True)]] = OUTSIDE
 
     @cached_property
-    def _roles(self) -> tuple[list[tuple[Hashable, int]], dict[tuple[int, Hashable, int], int]]:
-        """Return [blocks] (role, how many blocks of the same layer have the role before); and (layer, role, that
-        number) -> block."""
+    def _roles(self) -> tuple[dict[int, tuple[Hashable, int]], dict[tuple[int, Hashable, int], int]]:
+        """Return, for the blocks that are allocated or freed outside of their layer, block -> (role, how many blocks of
+        the same layer have the role before); and (layer, role, that number) -> block."""
         seen = Counter[tuple[int, Hashable]]()
-        roles: list[tuple[Hashable, int]] = []
+        roles: dict[int, tuple[Hashable, int]] = {}
         found: dict[tuple[int, Hashable, int], int] = {}
-        stretch_at, layers = self.stretch_at.tolist(), self.of.tolist()
+        stretch_at = self.stretch_at.tolist()
+        ended = self._layers[[block.born if block.died is None else block.died for block in self.log.blocks]]
 
         def where(at: int | None, layer: int) -> Hashable:
             """Describe where in the log the entry with this index is, seen from a layer: the pass and the distance of
@@ -161,12 +162,13 @@ class Owners:
             its = self.stretches[stretch_at[at]]
             return ("outside", stretch_at[at]) if its.layer == OUTSIDE else (its.number, its.layer - layer)
 
-        for number, (block, layer) in enumerate(zip(self.log.blocks, layers, strict=True)):
+        for number in np.flatnonzero((self.born != self.of) | (ended != self.of)).tolist():
+            block, layer = self.log.blocks[number], int(self.of[number])
             when = where(block.born, layer), where(block.died, layer)
             role = (*when, block.op, block.bytes, block.on_host, block.fetched)
             before = seen[layer, role]
             seen[layer, role] = before + 1
-            roles.append((role, before))
+            roles[number] = role, before
             found[layer, role, before] = number
         return roles, found
 

@@ -2,7 +2,7 @@
 
 A function that allocates the same storages whenever its inputs have the same shapes, and leaves nothing behind but its
 outputs, is run once. Later calls append its part of the log, and get outputs of the same shapes. So it is with groups
-of experts that are alike, in one pass (`ExpertHooks.is_written`).
+of experts that are alike (`ExpertHooks.is_written`).
 """
 
 from collections.abc import Sequence

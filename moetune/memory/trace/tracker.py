@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetune.adapt.attention import Capability
+from moetune.compat.fake_mode import run_below
 from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
 from moetune.kernels.runner import Outputs, running_by
@@ -104,7 +105,8 @@ class Tracker(TorchDispatchMode):
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
         self._group: tuple[Hashable, Point] | None = None  # the group of experts that is computed, and its start
-        self._groups: dict[Hashable, tuple[Segment, list[int]]] = {}  # of the pass over a layer's experts
+        self._groups: dict[Hashable, tuple[Segment, list[int]]] = {}
+        self._begun = set[str]()  # kinds of which a group was computed in this pass over a layer's experts
         self._is_writing = False  # whether outputs of a segment are made, whose storages are in the log
         self._capability, self._on_cpu = capability, on_cpu
         self.counts, self._parts = capability is not None and parts is not None, parts or {}
@@ -303,21 +305,22 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # a shortcut: torch asks for it very often
+        kwargs = kwargs or {}
         if self._is_writing:
-            return func(*args, **(kwargs or {}))
+            return run_below(func, types, args, kwargs)
         if any(kind is not FakeTensor and issubclass(kind, _MADE_OF_OTHERS) for kind in types):
             return NotImplemented  # their operations on the inner tensors are dispatched here again
         if func.is_view and self._knows(args[0]):
-            return func(*args, **(kwargs or {}))  # allocates nothing, does no work
+            return run_below(func, types, args, kwargs)  # allocates nothing, does no work
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next(map(self.block_of, tensors_in(args)), None)
             micro_step = None if self.phase in ONCE_PHASES else self.turn
             self.log.sent.append(Sent(len(self.log.entries), self.step, micro_step, self.phase, sent, found))
-        kwargs, capability = kwargs or {}, self._capability
+        capability = self._capability
         inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))
         for number in self._births(func, workspace.on_cpu(func, args)) if self._on_cpu else ():
             self.death(number)
-        out = func(*args, **kwargs)
+        out = run_below(func, types, args, kwargs)
         born = len(self.log.blocks)
         if isinstance(out, Tensor):
             self.add(out, op=func.__name__)
@@ -429,14 +432,19 @@ class Tracker(TorchDispatchMode):
         """End the group of experts that was computed; `experts` are those that are computed next, empty for none."""
         self._end_group()
         if not experts:
-            self._groups.clear()
+            self._begun.clear()
 
-    def is_written(self, key: Hashable) -> bool:
-        """Write what a group of experts allocates if one with an equal key was computed in this pass, and return True;
-        else return False, and what is recorded until the next group is this group's."""
-        if (known := self._groups.get(key)) is not None:
+    def is_written(self, bank: Hashable, kind: str, counts: Sequence[int]) -> bool:
+        """Write what a group of a bank's experts allocates if one like it was computed in this phase, and return True;
+        else return False, and what is recorded until the next group is this group's.
+
+        In each pass the first group of a kind is computed: experts are fetched, and gradients allocated, with it.
+        """
+        key = bank, self.phase, kind, *counts
+        if kind in self._begun and (known := self._groups.get(key)) is not None:
             self._written(*known)
             return True
+        self._begun.add(kind)
         self._group = key, Point.of(self.log)
         return False
 
