@@ -115,7 +115,7 @@ def trace(
                 if whole.layer_by_layer and shortened and isinstance(routing, AssumedRouting):
                     alike = Stack.of([None] * config.train.accumulate)
                     most, turns = len(alike.kept), alike.like
-                if not simulated and steps.stepper.engine is None and not whole.carried_layers:
+                if not simulated and steps.stepper.engine is None:
                     least = 0
                 traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short, turns=turns)
         return replace(traced, load=load_peaks(whole.held_at(Coordinates.of(config.parallel, rank).pp), traced))
