@@ -65,7 +65,6 @@ _DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
 """Makes what `torch.tensor` returns known to dispatch modes."""
 _META = torch.device("meta")
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class _Made(NamedTuple):
@@ -233,17 +232,17 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def run_below(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation in the mode right below the dispatch mode that handles it.
+    """Run an operation, as `func(*args, **kwargs)` does, in the mode below the dispatch mode that handles it.
 
-    A mode of fake tensors is called directly: torch's way to it, through the dispatcher, takes as long as the mode.
+    On fake tensors that mode is called directly: torch's way to it, through the dispatcher, takes as long as the mode.
     """
-    mode = torch._C._unset_dispatch_mode(_FAKE) if torch._C._len_torch_dispatch_stack() == 1 else None
-    if mode is None:
+    if not torch._C._len_torch_dispatch_stack() or any(kind is not FakeTensor for kind in types):
         return func(*args, **kwargs)
+    mode = torch._C._pop_torch_dispatch_stack(None)
     try:
         return mode.__torch_dispatch__(func, types, args, kwargs)
     finally:
-        torch._C._set_dispatch_mode(mode)
+        torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
