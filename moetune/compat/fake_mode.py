@@ -61,7 +61,6 @@ _ONLY_VALUES = ("moetune", "bitsandbytes", "fsdp")
 """Namespaces whose operators, when they write to an argument, change its values but no shape, stride or storage."""
 
 
-_DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
 """Makes what `torch.tensor` returns known to dispatch modes."""
 _META = torch.device("meta")
@@ -111,10 +110,6 @@ def _way_of(func: Any) -> tuple[_Way, bool]:
     return _WAYS.setdefault(id(func), (way, on_meta))
 
 
-_MISSING: Any = object()
-"""Stands for what the cache of results does not have."""
-
-
 def answering_no() -> AbstractContextManager[Any]:
     """Return a context in which a fake tensor that is asked whether it is true says no, instead of raising an error.
 
@@ -149,21 +144,16 @@ class QuickFakeMode(FakeTensorMode):
             return None
         if way == "passed on":
             return func(*args, **kwargs)
-        if func is _DEVICE and type(args[0]) is FakeTensor and not self.in_kernel_invocation:
-            return args[0].fake_device  # a shortcut: torch asks for it very often
         key = self._key((id(func), *args, *kwargs.items())) if way == "anew" else None
-        known = None if key is None else self._known.get(key, _MISSING)
+        known = None if key is None else self._known.get(key)
         if known is None:
-            return self._make(func, types, args, kwargs, way, on_meta)
-        if known is _MISSING:
             out = self._make(func, types, args, kwargs, way, on_meta)
-            self._known[key] = _noted(out, (args, kwargs))
+            if key is not None and key not in self._known:
+                self._known[key] = _noted(out, (args, kwargs))
             return out
         kind, results = known
         tensors = [self._fake(result.on_meta(), result.device) for result in results]
-        if kind is list:
-            return tensors
-        return tensors[0] if kind is FakeTensor else tuple(tensors)
+        return tensors[0] if kind is FakeTensor else kind(tensors)
 
     def _make(self, func: Any, types: Any, args: Any, kwargs: Any, way: _Way, on_meta: bool) -> Any:
         if func is _LIFT and type(args[0]) is Tensor and args[0].numel() > 1:  # of fewer torch keeps the values
