@@ -114,7 +114,7 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-_DISPATCHING = ("__torch_dispatch__", "run_below", "_fn", "inner", "__call__")
+_DISPATCHING = ("__torch_dispatch__", "_fn", "inner", "__call__")
 """Names of the functions on the call stack between an operation and its caller, under any number of dispatch modes."""
 
 

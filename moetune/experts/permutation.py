@@ -6,7 +6,6 @@ slot is an expert's position in the order in which the experts are computed.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -24,18 +23,13 @@ class RowGroup:
     Attributes:
         gemm: grouped product over the N rows.
         at: slice of these rows among all T·K sorted rows; None if they are all of them.
-        whole: [T·K] flat positions token·K + choice of all rows, sorted by slot.
+        order: [N] flat positions token·K + choice of the rows, sorted by slot.
     """
 
     slots: range
     gemm: GroupedGemm
     at: slice | None
-    whole: Tensor
-
-    @cached_property
-    def order(self) -> Tensor:
-        """The flat positions [N] of the group's rows."""
-        return self.whole if self.at is None else self.whole[self.at]
+    order: Tensor
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class Permutation:
             own = slice(group.start, group.stop)
             gemm = GroupedGemm(counts[own], None if len(group) == 1 or ends is None else ends[own])
             at = slice(starts[group.start], starts[group.stop])
-            yield RowGroup(group, gemm, at, self.order)
+            yield RowGroup(group, gemm, at, self.order[at])
 
     def has_rows(self, slots: range) -> bool:
         """Return whether a group of slots has at least one row."""
