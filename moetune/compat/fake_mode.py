@@ -63,7 +63,6 @@ _ONLY_VALUES = ("moetune", "bitsandbytes", "fsdp")
 
 _LIFT = torch.ops.aten.lift_fresh.default
 """Makes what `torch.tensor` returns known to dispatch modes."""
-_META = torch.device("meta")
 
 
 class _Made(NamedTuple):
@@ -75,7 +74,7 @@ class _Made(NamedTuple):
     device: torch.device
 
     def on_meta(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_META)
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
 def _makes_anew(func: Any) -> bool:
@@ -250,4 +249,5 @@ def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
     of_arguments = {id(leaf.untyped_storage()) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
     is_anew = len({id(storage) for storage in storages} - of_arguments) == len(results)
     sizes = [result.on_meta().untyped_storage().nbytes() for result in made]
-    return (type(out), made) if is_anew and sizes == [storage.nbytes() for storage in storages] else None
+    kind = tuple if isinstance(out, tuple) else type(out)  # a named tuple counts as a tuple
+    return (kind, made) if is_anew and sizes == [storage.nbytes() for storage in storages] else None
