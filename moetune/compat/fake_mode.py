@@ -61,11 +61,8 @@ _ONLY_VALUES = ("moetune", "bitsandbytes", "fsdp")
 """Namespaces whose operators, when they write to an argument, change its values but no shape, stride or storage."""
 
 
-_DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
 """Makes what `torch.tensor` returns known to dispatch modes."""
-_META = torch.device("meta")
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class _Made(NamedTuple):
@@ -77,7 +74,7 @@ class _Made(NamedTuple):
     device: torch.device
 
     def on_meta(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_META)
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
 def _makes_anew(func: Any) -> bool:
@@ -110,10 +107,6 @@ def _way_of(func: Any) -> tuple[_Way, bool]:
     elif func in _IN_PLACE:
         way = "in place"
     return _WAYS.setdefault(id(func), (way, on_meta))
-
-
-_MISSING: Any = object()
-"""Stands for what the cache of results does not have."""
 
 
 def answering_no() -> AbstractContextManager[Any]:
@@ -150,21 +143,16 @@ class QuickFakeMode(FakeTensorMode):
             return None
         if way == "passed on":
             return func(*args, **kwargs)
-        if func is _DEVICE and type(args[0]) is FakeTensor and not self.in_kernel_invocation:
-            return args[0].fake_device  # a shortcut: torch asks for it very often
         key = self._key((id(func), *args, *kwargs.items())) if way == "anew" else None
-        known = None if key is None else self._known.get(key, _MISSING)
+        known = None if key is None else self._known.get(key)
         if known is None:
-            return self._make(func, types, args, kwargs, way, on_meta)
-        if known is _MISSING:
             out = self._make(func, types, args, kwargs, way, on_meta)
-            self._known[key] = _noted(out, (args, kwargs))
+            if key is not None and key not in self._known:
+                self._known[key] = _noted(out, (args, kwargs))
             return out
         kind, results = known
         tensors = [self._fake(result.on_meta(), result.device) for result in results]
-        if kind is list:
-            return tensors
-        return tensors[0] if kind is FakeTensor else tuple(tensors)
+        return tensors[0] if kind is FakeTensor else kind(tensors)
 
     def _make(self, func: Any, types: Any, args: Any, kwargs: Any, way: _Way, on_meta: bool) -> Any:
         if func is _LIFT and type(args[0]) is Tensor and args[0].numel() > 1:  # of fewer torch keeps the values
@@ -233,17 +221,17 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def run_below(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation in the mode right below the dispatch mode that handles it.
+    """Run an operation, as `func(*args, **kwargs)` does, in the mode below the dispatch mode that handles it.
 
-    A mode of fake tensors is called directly: torch's way to it, through the dispatcher, takes as long as the mode.
+    On fake tensors that mode is called directly: torch's way to it, through the dispatcher, takes as long as the mode.
     """
-    mode = torch._C._unset_dispatch_mode(_FAKE) if torch._C._len_torch_dispatch_stack() == 1 else None
-    if mode is None:
+    if not torch._C._len_torch_dispatch_stack() or any(kind is not FakeTensor for kind in types):
         return func(*args, **kwargs)
+    mode = torch._C._pop_torch_dispatch_stack(None)
     try:
         return mode.__torch_dispatch__(func, types, args, kwargs)
     finally:
-        torch._C._set_dispatch_mode(mode)
+        torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
@@ -261,4 +249,5 @@ def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
     of_arguments = {id(leaf.untyped_storage()) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
     is_anew = len({id(storage) for storage in storages} - of_arguments) == len(results)
     sizes = [result.on_meta().untyped_storage().nbytes() for result in made]
-    return (type(out), made) if is_anew and sizes == [storage.nbytes() for storage in storages] else None
+    kind = tuple if isinstance(out, tuple) else type(out)  # a named tuple counts as a tuple
+    return (kind, made) if is_anew and sizes == [storage.nbytes() for storage in storages] else None

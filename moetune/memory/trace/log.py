@@ -137,7 +137,3 @@ class Log:
     turns: list[Turn] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
-
-    def place(self) -> int:
-        """Return the index that the next entry will have."""
-        return len(self.entries)

@@ -256,15 +256,10 @@ class Tracker(TorchDispatchMode):
         inputs = [self.block_of(tensor) for tensor in tensors]
         if (known := self._segments.get(key)) is not None:
             return self._written(known, inputs)
-        start = Point.of(self.log)
-        self._sum = None
+        start, self._sum = Point.of(self.log), None
         made = function(tensors)
         self._sum = None
-        storages = [None if one is None else self.block_of(one) for one in made]
-        self._segments[key] = segment = Segment.of(self.log, start, inputs, made, storages)
-        if segment is not None:
-            del self.log.done[start.done :]
-            self._add_work(segment, start.entries, inputs)
+        self._segments[key] = self._since(start, inputs, made)
         return made
 
     def _each(self, count: int, tensor: Tensor) -> Iterator[int]:
@@ -274,7 +269,7 @@ class Tracker(TorchDispatchMode):
         start, self._sum = Point.of(self.log), None
         for number in range(1, count):
             yield number
-            if number == 1 and key_of([tensor]) and self._since(start, times=count - 1) is not None:
+            if number == 1 and key_of([tensor]) and self._since(start, self._worked_on(start), times=count - 1):
                 return
 
     def _add_work(self, segment: Segment, at: int, inputs: Sequence[int | None], times: int = 1) -> None:
@@ -453,19 +448,23 @@ class Tracker(TorchDispatchMode):
         if self._group is None:
             return
         (key, start), self._group = self._group, None
-        if (segment := self._since(start)) is not None:
-            self._groups[key] = segment
+        inputs = self._worked_on(start)
+        if (segment := self._since(start, inputs)) is not None:
+            self._groups[key] = segment, inputs
 
-    def _since(self, start: Point, times: int = 1) -> tuple[Segment, list[int]] | None:
-        """Return what was recorded since `start`, if it leaves nothing behind, and the blocks that it works on. Its
-        work then counts so many times."""
+    def _worked_on(self, start: Point) -> list[int]:
+        """Return the older blocks of which work was recorded since `start`."""
         blocks = (one.block for one in self.log.done[start.done :] if one.block is not None)
-        inputs = list(dict.fromkeys(block for block in blocks if block < start.blocks))
-        if (segment := Segment.of(self.log, start, inputs, (), ())) is None:
-            return None
-        del self.log.done[start.done :]
-        self._add_work(segment, start.entries, inputs, times)
-        return segment, inputs
+        return list(dict.fromkeys(block for block in blocks if block < start.blocks))
+
+    def _since(self, start: Point, inputs: Sequence[int | None], made: Outputs = (), times: int = 1) -> Segment | None:
+        """Return what was recorded since `start` on blocks `inputs`; None if it leaves more behind than what it `made`.
+        Its work then counts so many times."""
+        storages = [None if one is None else self.block_of(one) for one in made]
+        if (segment := Segment.of(self.log, start, inputs, made, storages)) is not None:
+            del self.log.done[start.done :]
+            self._add_work(segment, start.entries, inputs, times)
+        return segment
 
     def cut(self, layer: int, *, backward: bool) -> None:
         """Record the end of a decoder layer's forward pass, or with `backward` the start of its backward pass.
