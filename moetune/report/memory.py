@@ -38,44 +38,9 @@ def memory_view(report: MemoryReport, tokens: int | None = None) -> View:
         verdict(report),
         report.verdict,
         [line for line in lines if line],
-        [("model", report.model), *report.about, ("method", "traced: what runs, on tensors without storage")],
+        [("model", report.model), *report.about],
         [section for section in _sections(report) if section.body != () and section.body != []],
-        _brief(report, time),
     )
-
-
-def _brief(report: MemoryReport, time: str) -> list[str]:
-    """Return the report in few lines: what it needs, what runs, what takes memory, and what would make it fit.
-
-    `time` is the sentence on the run's speed, or empty.
-    """
-    about = dict(report.about)
-    settings = [text for name, text in report.about if name == "--set"]
-    lines = [*needs(report), *(f"{name:9} {about[name]}" for name in ("run file", "card") if name in about)]
-    if settings:
-        lines.append(f"--set {' '.join(settings)}")
-    parts = (about.get(name) for name in ("trains", "batch", "optimizer", "base", "ranks"))
-    lines.append(": ".join(filter(None, (report.model, "; ".join(filter(None, parts))))))
-    lines += _taken(report)
-    if report.changes and report.verdict != "yes":
-        lines.append("What makes it surely fit, the mildest change first:")
-        lines += [
-            f"  {flags(change)}: then needs {gib(change.peak_process)}; {change.why}" for change in report.changes
-        ]
-    return [line for line in (*lines, *report.notes, time) if line]
-
-
-def _taken(report: MemoryReport) -> Iterator[str]:
-    """Yield the parts of the fullest rank's memory, largest first: bytes, share, name."""
-    fullest = report.fullest
-    parts = [(named(name), count) for name, count in fullest.parts.items() if count]
-    if report.device == "cpu" and report.host is not None:
-        parts.append(("the process without its tensors", report.host.process))
-    else:
-        parts.append(("outside the allocator", fullest.outside_allocator))
-    whole = sum(count for _, count in parts)
-    for name, count in sorted(parts, key=lambda part: -part[1]):
-        yield f"{gib(count):>12} {percent(count, whole):>7}  {name}"
 
 
 def _sections(report: MemoryReport) -> Iterator[ViewSection]:
@@ -246,7 +211,8 @@ def effect(change: Change) -> str:
 
 
 def _parts(rank: RankMemory) -> Table:
-    rows = [(named(name), gib(count), percent(count, rank.peak_allocated)) for name, count in rank.parts.items()]
+    parts = ((named(name), count) for name, count in rank.parts.items() if count)
+    rows = [(name, gib(count), percent(count, rank.peak_allocated)) for name, count in parts]
     return Table(("part", ">bytes", ">share"), rows, [(line, gib(count), "") for line, count in balance(rank)])
 
 

@@ -18,7 +18,7 @@ STYLES = {"yes": "bold green", "tight": "bold yellow", "no": "bold red", None: "
 def show(what: View | ViewSection | Table | RenderableType, console: Console, *, verbose: bool = False) -> None:
     """Print a view, with its verdict first and last; or a section, table, str (not wrapped) or rich renderable.
 
-    With `verbose`, print everything in a view: its detail sections too, and what its `brief` lines stand for.
+    With `verbose`, print everything in a view: its detail sections too.
     """
     for renderable in _whole(what, verbose) if isinstance(what, View) else [_part(what)]:
         console.print(renderable, crop=False, soft_wrap=isinstance(what, str))
@@ -27,11 +27,6 @@ def show(what: View | ViewSection | Table | RenderableType, console: Console, *,
 def _whole(view: View, verbose: bool) -> Iterator[RenderableType]:
     verdict = Text(view.verdict, STYLES[view.outcome])
     yield verdict
-    if view.brief and not verbose:
-        yield from map(Text, view.brief)
-        yield Text(view.more, "dim")
-        yield verdict
-        return
     yield from map(Text, view.lines)
     if view.about:
         grid = RichTable.grid(padding=(0, 1))

@@ -51,8 +51,6 @@ class View:
         outcome: whether the answer is good, which selects the verdict's colour; None: neither good nor bad, no colour.
         lines: sentences below the verdict.
         more: what a terminal says of details that it does not show.
-        brief: lines that a terminal shows in place of `lines`, `about` and `sections`, unless these are asked for;
-            empty: it shows all but the `sections` that are details.
         about: (label, text) pairs that describe what the answer is about.
         sections: tables and lists below.
     """
@@ -63,5 +61,4 @@ class View:
     lines: Sequence[str] = ()
     about: Sequence[tuple[str, str]] = ()
     sections: Sequence[ViewSection] = ()
-    brief: Sequence[str] = ()
     more: str = "--verbose: what is alive, single allocations, loading, what is assumed"

@@ -37,6 +37,8 @@ LEAST_EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
 On a GPU it holds a layer of small experts in a few kernel launches, and is more where memory is left
 (planning/settle.py); on a CPU it fits the caches.
 """
+LEAST_LOSS_MEMORY = 256 << 20
+"""Least bytes of logits under `train.loss_memory: auto`, which are computed in a matrix product of full speed."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,18 @@ class ResolvedRun:
         """Bytes that the dequantized matrices of experts computed together may take; 0 for one expert at a time."""
         asked = self.config.train.expert_memory
         return parse_size(LEAST_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
+
+    @property
+    def loss_memory(self) -> int | None:
+        """Bytes of logits that the loss may hold at once; None for no limit.
+
+        `auto` is `expert_memory`: at the loss, as in the backward pass of the last layer's experts, all saved
+        activations are alive, so that a loss within these bytes does not raise the peak of a step.
+        """
+        asked = self.config.train.loss_memory
+        if asked == "auto":
+            return max(LEAST_LOSS_MEMORY, self.expert_memory)
+        return None if asked == "none" else parse_size(asked)
 
     @property
     def layer_by_layer(self) -> bool:

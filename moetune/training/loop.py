@@ -302,7 +302,7 @@ class Loop:
         for first in range(0, len(batches), at_once):
             parts = [([rows[index] for index in part.rows], part.counts) for part in batches[first : first + at_once]]
             made = self._collated(parts, len(batches[0].rows))
-            loss, predicted = self.stepper.held_out_loss([*map(self._on_device, made)], self.micro_batch)
+            loss, predicted = self.stepper.held_out_loss([*map(self._on_device, made)])
             sums += torch.stack([loss.double(), predicted.double()])
         model.train()
         total, tokens = self.ranks.total_over_data(sums).tolist()

@@ -290,11 +290,13 @@ def test_after_a_signal_ranks_wait_for_the_first_to_name_the_checkpoint(
     step, save = MemoryRecord.step_ends, Loop._save
     monkeypatch.setattr(MemoryRecord, "step_ends", lambda self: (step(self), signal.raise_signal(signal.SIGINT)))
     monkeypatch.setattr(Loop, "_save", lambda self: (save(self), happened.append("saved")))
-    monkeypatch.setattr(Loop, "_say", lambda *_: happened.append("said"))
     monkeypatch.setattr(Ranks, "barrier", lambda _: happened.append("waited"))
+    console = Console(file=io.StringIO())
+    monkeypatch.setattr(console, "print", lambda text: happened.append(text))
     with pytest.raises(Interrupted):
-        train(configure(train={"steps": 5}))
-    assert happened[-3:] == ["saved", "waited", "said"]
+        train(configure(train={"steps": 5}), console=console)
+    assert happened[-3:-1] == ["saved", "waited"]
+    assert "step 1 is saved in" in happened[-1]
 
 
 def test_a_second_signal_ends_it_at_once(
@@ -354,7 +356,7 @@ def test_epochs_become_steps_and_resume_as_such(small_model: Path, small_data: P
 def test_what_is_known_of_the_length_is_said(configure: small.Configure) -> None:
     said = io.StringIO()
     config = configure(train={"steps": 50, "warmup": 50})
-    train(config, dry_run=True, console=Console(file=said))
+    train(config, dry_run=True, console=Console(file=said, soft_wrap=True))
     lines = said.getvalue().splitlines()
     assert lines[1].startswith("data: 14 examples in 14 sequences, ")
     assert lines[2:] == [

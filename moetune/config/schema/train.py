@@ -87,8 +87,8 @@ class TrainConfig(Section):
         router_z_loss: coefficient of the router z-loss.
         dense_router_gradient: compute the routers' gradient through all experts (DenseMixer).
         router_bias_rate: step size of correction biases; 0 does not update them.
-        loss_memory: memory of logits that the loss may hold at once; `none` for no limit, `auto` for what the backward
-            pass of a layer takes, at least 256 MiB.
+        loss_memory: memory of logits that the loss may hold at once; `none` for no limit, `auto` for as much as
+            `expert_memory`, at least 256 MiB.
         merge_into: the quantized format in whose rounding merged weights are computed with; None for no rounding.
         expert_memory: memory of dequantized experts that are computed together; `0` for one expert at a time.
         neftune_alpha: strength of noise on embeddings (NEFTune, arXiv 2310.05914); 0 for none.

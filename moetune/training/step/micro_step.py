@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from moetune.config.resolved import ResolvedTrain
-from moetune.run.loss_memory import LEAST
+from moetune.run.resolved import LEAST_LOSS_MEMORY
 from moetune.training.step.batch import Batch
 from moetune.training.step.lm_head import split
 from moetune.training.step.loss import IGNORED, Chunks, summed_cross_entropy
@@ -41,7 +41,7 @@ def count_loss_tokens(batch: Batch) -> Tensor:
 
 
 def token_loss(
-    model: PreTrainedModel, batch: Batch, divisor: Tensor | int = 1, memory: int | Chunks | None = LEAST
+    model: PreTrainedModel, batch: Batch, divisor: Tensor | int = 1, memory: int | Chunks | None = LEAST_LOSS_MEMORY
 ) -> Tensor:
     """Return (Σ cross-entropy of all predicted tokens of a batch) / `divisor`, a float32 scalar.
 
@@ -55,7 +55,9 @@ def token_loss(
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, batch: Batch, memory: int | Chunks | None = LEAST) -> tuple[Tensor, Tensor]:
+def held_out_loss(
+    model: PreTrainedModel, batch: Batch, memory: int | Chunks | None = LEAST_LOSS_MEMORY
+) -> tuple[Tensor, Tensor]:
     """Return (summed token loss, number of predicted tokens) of a batch, as scalars on the device, without gradients.
 
     `memory`: bytes that the logits of a chunk may take (None: all tokens in one chunk), or the chunks themselves.
@@ -70,7 +72,7 @@ def micro_step(
     watch: RouterWatch,
     config: ResolvedTrain,
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
-    memory: int | Chunks | None = LEAST,
+    memory: int | Chunks | None = LEAST_LOSS_MEMORY,
 ) -> MicroStep:
     """Run the forward and backward pass of one micro-batch; gradients are left to autograd and its hooks.
 
@@ -87,7 +89,7 @@ def forward_pass(
     total_tokens: Tensor | int,
     watch: RouterWatch,
     config: ResolvedTrain,
-    memory: int | Chunks | None = LEAST,
+    memory: int | Chunks | None = LEAST_LOSS_MEMORY,
 ) -> tuple[Tensor, MicroStep]:
     """Run the forward pass of one micro-batch; return the scalar to run the backward pass of, and the results.
 

@@ -28,7 +28,6 @@ from moetune.experts.host import on_device
 from moetune.models.stack import below_head
 from moetune.parallel.distribute import set_gradient_sync
 from moetune.parallel.ranks import local_tensor
-from moetune.run.loss_memory import loss_bytes
 from moetune.training.optim.optimizers import CombinedOptimizer
 from moetune.training.optim.values import as_float, bound_, generator_states, norm_of, set_generator_states
 from moetune.training.optim.zero import ZeroUpdater
@@ -124,7 +123,7 @@ class Stepper:
         if self.engine is not None:
             backward = partial(self.engine.backward, last=last)
         set_gradient_sync(self._stack, self.adapted.ranks, last=last)
-        memory = loss_bytes(self.adapted.run, len(batch["input_ids"]))
+        memory = self.adapted.run.loss_memory
         observed = partial(self._backward, backward=backward)
         once = partial(
             micro_step, self.adapted.model, batch, total_tokens, self.watch, self.config.train, observed, memory
@@ -166,32 +165,27 @@ class Stepper:
         if self._pipeline is None:
             once = partial(self._layer_by_layer, batches, total_tokens)
             return self._counted(once() if self.fused is None else self._fused_passes(self.fused, once))
-        memory = loss_bytes(self.adapted.run, len(batches[0]["input_ids"]))
+        memory = self.adapted.run.loss_memory
         return self._counted(self._pipeline.run(batches, total_tokens, memory, self.observer.backward, self._scale))
 
     def _layer_by_layer(self, batches: Sequence[Batch], total_tokens: Tensor | int) -> list[MicroStep]:
         """Run the forward passes of micro-batches layer by layer, and one backward pass of all losses."""
         model, run, prefetcher = self.adapted.model, self.adapted.run, self.adapted.expert_context.prefetcher
         forwards = [
-            partial(
-                forward_pass, model, batch, total_tokens, self.watch, self.config.train,
-                loss_bytes(run, len(batch["input_ids"])),
-            )
+            partial(forward_pass, model, batch, total_tokens, self.watch, self.config.train, run.loss_memory)
             for batch in batches
-        ]  # fmt: skip
+        ]
         with nullcontext() if prefetcher is None else prefetcher.shared():
             losses, done = zip(*layer_by_layer(model, forwards, self.observer.turn), strict=True)
         self._backward(torch.stack(losses).sum(), losses=losses)
         return list(done)
 
     @torch.no_grad()
-    def held_out_loss(self, batches: Sequence[Batch], micro_batch: int | None = None) -> tuple[Tensor, Tensor]:
+    def held_out_loss(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return (summed token loss, number of predicted tokens), scalars on the device: of a batch, or of a pipeline,
         of which every rank must call this, of `train.accumulate` batches of equal shapes.
-
-        `micro_batch` is the number of rows on which `train.loss_memory: auto` depends; None for `train.micro_batch`.
         """
-        memory = loss_bytes(self.adapted.run, micro_batch)
+        memory = self.adapted.run.loss_memory
         if self._pipeline is None:
             return held_out_loss(self.adapted.model, batches[0], memory)
         losses = [done.loss for done in self._pipeline.run(batches, 1, memory, None)]
