@@ -126,7 +126,7 @@ def same(short: Trace, whole: Trace) -> None:
         assert vars(short.work[part]) == pytest.approx(vars(work), rel=off), part
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "case", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 )
