@@ -5,13 +5,12 @@ from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble, schedules
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
 from moetune.config.schema import ParallelConfig, RunConfig
 from moetune.errors import UserError
@@ -21,7 +20,6 @@ from moetune.models.catalog.gpus import find_gpu
 from moetune.models.dry_run import flow_of
 from moetune.models.stack import StageLayers, every_layer
 from moetune.models.structure import meta_model
-from moetune.parallel.ranks import Ranks
 from moetune.planning.predictor import Predictor
 from moetune.run.resolve import resolve
 from moetune.run.resolved import ResolvedRun
@@ -158,24 +156,6 @@ def test_other_layouts_go_on_and_the_same_one_bit_by_bit(model: Path, data: Path
     assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-6
 
 
-class _Waited:
-    """Messages whose handles are dropped when they are waited for: NCCL then lets go of the tensors, gloo only so."""
-
-    def __init__(self, messages: list[Any]) -> None:
-        self._messages = messages
-
-    def wait(self) -> None:
-        for message in self._messages:
-            message.wait()
-        self._messages = []
-
-
-def measured(config: RunConfig) -> tuple[predicted.Solution, predicted.Counts]:
-    ranks, send = Ranks.join(config.parallel, "cpu"), schedules._batch_p2p
-    with patch.object(schedules, "_batch_p2p", lambda ops, desc=None: [_Waited(send(ops))] if ops else []):
-        return predicted.measured(config, ranks)
-
-
 @pytest.mark.parametrize(
     ("schedule", "adapt"),
     [
@@ -190,7 +170,7 @@ def test_a_prediction_is_what_real_ranks_take_and_send(schedule: str, adapt: str
     mixed = {"path": str(model), "dtype": "fp32", "base": {"layers": {0: "fp32", 2: {"experts": "int8"}}}}
     sections = {"model": mixed} if adapt == "lora" else {}
     config = pipelines.config_of(model, tmp_path, tmp_path / "out", adapt, SCHEDULES[schedule], **sections)
-    for rank, (real, counts) in enumerate(world.run(2, measured, config)):
+    for rank, (real, counts) in enumerate(world.run(2, pipelines.measured, config)):
         told = predicted.predicted(config, rank, counts)
         assert told.collectives == real.collectives
         assert told.peak == pytest.approx(real.peak, rel=1e-3)
