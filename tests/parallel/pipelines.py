@@ -1,6 +1,5 @@
 """Runs over the stages of a pipeline, for tests: whole runs by `moetune train`'s own code, on ranks that gloo joins."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +8,6 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from moetune.config.schema import RunConfig
-from moetune.models.catalog import find_model
 from moetune.models.structure import read_structure
 from moetune.parallel.ranks import Ranks
 from tests import small
@@ -40,19 +38,16 @@ def config_of(
 
 def write_toy(folder: Path, model_type: str, layers: int = 4) -> Path:
     """Write a toy in hub format, with routers so wide that rounding never changes their choice."""
-    entry = find_model("tiny-mixtral")
-    assert entry is not None
-    assert entry.folder is not None
     of_granite = {"layers_block_type": ["linear_attention", "full_attention"] * (layers // 2)}
     kinds = of_granite if model_type == "granitemoehybrid" else {}
-    model = toy_model(model_type, vocab_size=entry.config["vocab_size"], num_hidden_layers=layers, **kinds)
+    model = toy_model(
+        model_type, vocab_size=small.write_tokenizer(folder)["vocab_size"], num_hidden_layers=layers, **kinds
+    )
     for layer in read_structure(model).moe_layers:
         for name, parameter in model.get_submodule(layer.router).named_parameters():
             if name == "weight":
                 torch.nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(entry.folder / name, folder)
     return folder
 
 
