@@ -30,16 +30,22 @@ _TEXT = "a router sends every token of the text to two of four experts and adds 
 DATA = [{"prompt": _TEXT[: 9 + row % 30], "completion": _TEXT[row % 3 : 4 + (25 * row) % 80]} for row in range(14)]
 
 
-def write_model(folder: Path, **config: Any) -> Path:
-    """Write model and tokenizer to the new folder, and return it; `config` changes fields of the configuration."""
+def write_tokenizer(folder: Path) -> dict[str, Any]:
+    """Write the tokenizer of `tiny-mixtral` to the folder, and return that model's configuration."""
     entry = find_model("tiny-mixtral")
     assert entry is not None
     assert entry.folder is not None
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(entry.folder / name, folder)
+    return entry.config
+
+
+def write_model(folder: Path, **config: Any) -> Path:
+    """Write model and tokenizer to the new folder, and return it; `config` changes fields of the configuration."""
+    tiny = write_tokenizer(folder)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_local_experts": EXPERTS}
-    fields = entry.config | sizes | {"head_dim": 16, "num_experts_per_tok": TOP_K, "dtype": "float32"} | config
+    fields = tiny | sizes | {"head_dim": 16, "num_experts_per_tok": TOP_K, "dtype": "float32"} | config
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**fields)).float()
     for name, parameter in model.named_parameters():

@@ -1,9 +1,7 @@
 """Outputs are whole or not there, and what was there before is lost only to what replaces it."""
 
-import importlib
 import json
 import os
-import pathlib
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +17,7 @@ from moetune.errors import UserError
 from moetune.exporting.folder import write_export_manifest
 from moetune.files import Ledger, refuse_in_checkpoint
 from tests.processes import processes
+from tests.training.test_resume import die_at
 
 
 def write(out: Path, text: str, overwrite: bool = False) -> None:
@@ -47,18 +46,7 @@ MOMENTS = {
 
 def killed(out: Path, function: str, call: int) -> None:
     """Writes and dies just before a call of a function."""
-    path, name = function.rsplit(".", 1)
-    owner = pathlib.Path if path == "pathlib.Path" else importlib.import_module(path)
-    original, calls = getattr(owner, name), 0
-
-    def dying(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, dying)
+    die_at(function, call, "before")
     with new_folder(out, overwrite=True) as folder:
         moetune.exporting.folder.write_export_manifest(folder, {"format": "delta"})
         (folder / "text").write_text("second")

@@ -181,7 +181,7 @@ def _has_state(model_type: str) -> bool:
 def test_fake_steps_run_document_by_document_too_and_take_byte_for_byte_what_real_ones_take(
     model_type: str, tmp_path: Path
 ) -> None:
-    toy_config(model_type, num_hidden_layers=2).save_pretrained(tmp_path)
+    toy_config(model_type).save_pretrained(tmp_path)
     run = RunConfig.model_validate(
         {
             "model": {"path": str(tmp_path), "weights": "random", "base": "fp32", "dtype": "fp32"},

@@ -1,7 +1,6 @@
 """A run on a base as it is published quantized, from training to every export: all compute the same."""
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.inference.evaluate import evaluate
 from moetune.inference.opened import open_model
-from moetune.models.catalog import find_model
 from moetune.models.hub.fingerprint import Base, take_fingerprint
 from tests import small
 from tests.exporting import runs
@@ -41,14 +39,8 @@ FLOATS = {"tensor": "fp8-tensor", "modelopt": "fp8-tensor", "row": "fp8-row", "m
 
 def write(folder: Path) -> Path:
     """With a tokenizer."""
-    entry = find_model("tiny-mixtral")
-    assert entry is not None
-    assert entry.folder is not None
-    sizes = {"vocab_size": entry.config["vocab_size"], "num_hidden_layers": 2, "num_local_experts": 4}
-    write_mxfp4(folder, **sizes, layer_types=["sliding_attention", "full_attention"])
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(entry.folder / name, folder)
-    return folder
+    sizes = {"vocab_size": small.write_tokenizer(folder)["vocab_size"], "num_hidden_layers": 2, "num_local_experts": 4}
+    return write_mxfp4(folder, **sizes, layer_types=["sliding_attention", "full_attention"])
 
 
 @dataclass(frozen=True)

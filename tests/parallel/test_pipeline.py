@@ -5,13 +5,12 @@ from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble, schedules
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
 from moetune.config.schema import ParallelConfig, RunConfig
 from moetune.errors import UserError
@@ -21,7 +20,6 @@ from moetune.models.catalog.gpus import find_gpu
 from moetune.models.dry_run import flow_of
 from moetune.models.stack import StageLayers, every_layer
 from moetune.models.structure import meta_model
-from moetune.parallel.ranks import Ranks
 from moetune.planning.predictor import Predictor
 from moetune.run.resolve import resolve
 from moetune.run.resolved import ResolvedRun
@@ -158,40 +156,24 @@ def test_other_layouts_go_on_and_the_same_one_bit_by_bit(model: Path, data: Path
     assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-6
 
 
-class _Waited:
-    """Messages whose handles are dropped when they are waited for: NCCL then lets go of the tensors, gloo only so."""
-
-    def __init__(self, messages: list[Any]) -> None:
-        self._messages = messages
-
-    def wait(self) -> None:
-        for message in self._messages:
-            message.wait()
-        self._messages = []
-
-
-def measured(configs: list[RunConfig]) -> list[tuple[predicted.Solution, predicted.Counts]]:
-    ranks, send = Ranks.join(configs[0].parallel, "cpu"), schedules._batch_p2p
-    with patch.object(schedules, "_batch_p2p", lambda ops, desc=None: [_Waited(send(ops))] if ops else []):
-        return [predicted.measured(config, ranks) for config in configs]
-
-
 @pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=[] if name == "interleaved1f1b" else pytest.mark.full) for name in SCHEDULES]
+    ("schedule", "adapt"),
+    [
+        pytest.param(
+            schedule, adapt, marks=[] if (schedule, adapt) == ("interleaved1f1b", "lora") else pytest.mark.full
+        )
+        for schedule in SCHEDULES
+        for adapt in ("experts", "lora")
+    ],
 )
-def test_a_prediction_is_what_real_ranks_take_and_send(schedule: str, model: Path, tmp_path: Path) -> None:
+def test_a_prediction_is_what_real_ranks_take_and_send(schedule: str, adapt: str, model: Path, tmp_path: Path) -> None:
     mixed = {"path": str(model), "dtype": "fp32", "base": {"layers": {0: "fp32", 2: {"experts": "int8"}}}}
-    configs = [
-        pipelines.config_of(model, tmp_path, tmp_path / "out", adapt, SCHEDULES[schedule], **sections)
-        for adapt, sections in (("experts", {}), ("lora", {"model": mixed}))
-    ]
-    found = world.run(2, measured, configs)
-    for number, config in enumerate(configs):
-        for rank in range(2):
-            real, counts = found[rank][number]
-            told = predicted.predicted(config, rank, counts)
-            assert told.collectives == real.collectives
-            assert told.peak == pytest.approx(real.peak, rel=1e-3)
+    sections = {"model": mixed} if adapt == "lora" else {}
+    config = pipelines.config_of(model, tmp_path, tmp_path / "out", adapt, SCHEDULES[schedule], **sections)
+    for rank, (real, counts) in enumerate(world.run(2, pipelines.measured, config)):
+        told = predicted.predicted(config, rank, counts)
+        assert told.collectives == real.collectives
+        assert told.peak == pytest.approx(real.peak, rel=1e-3)
 
 
 def frozen_first_stage(rank: int) -> Tensor | None:

@@ -176,10 +176,12 @@ def test_experts_on_the_host_are_copied_once_a_step_where_it_fits(tmp_path: Path
     assert choices[1].keeps == {} != choices[2].keeps
     plain, together = (Predictor("24GiB", end="high").of_resolved(one).span.high for one in choices[:2])
     assert plain < together
+    one_by_one = predict(choices[0], gpu="24GiB", advise=False)
+    assert one_by_one.gpu is not None
     for size, runs in ((together - 1, False), (together, True)):
         report = predict(run, gpu=f"{size}B", advise=False)
         assert ("layer by layer" in dict(report.about)["batch"]) is runs
-        assert report.verdict == predict(choices[0], gpu=f"{size}B", advise=False).verdict
+        assert report.verdict == replace(one_by_one, gpu=replace(one_by_one.gpu, usable_bytes=size)).verdict
     narrow = replace(run, config=run.config.but(hardware={"gpu": f"{plain}B"}))
     before = choices[1].config.train
     assert not settled_on(narrow, torch.device("cuda"), before).layer_by_layer

@@ -20,8 +20,8 @@ from moetune.planning.search import Search
 from moetune.planning.workers import calling
 from tests.planning.test_search import search_of
 Search.wait = lambda search, seconds: time.sleep(seconds) or seconds
-with calling(search_of(sys.argv[1], "44GiB"), 3) as call:
-    assert next(call("wait", [0.01, 60, 60])) == 0.01
+with calling(search_of(sys.argv[1], "44GiB"), 2) as call:
+    assert next(call("wait", [0.01, 60])) == 0.01
     print("started", flush=True)
     time.sleep(60)
 """

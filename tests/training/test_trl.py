@@ -24,7 +24,6 @@ import moetune
 from moetune.adapt.build import Adapted, build
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.models.catalog import find_model
 from moetune.run.resolve import resolve
 from moetune.training.trl import TRAINERS, trl_arguments, trl_model
 from tests import small
@@ -100,10 +99,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def write_toy(folder: Path, model_type: str) -> Path:
-    entry = find_model("tiny-mixtral")
-    assert entry is not None
-    assert entry.config is not None
-    vocabulary = entry.config["vocab_size"]
+    vocabulary = small.write_tokenizer(folder)["vocab_size"]
     model = toy_model(model_type, num_hidden_layers=2, vocab_size=vocabulary, **LAYERS.get(model_type, {}))
     for name, parameter in model.named_parameters():
         if name.endswith(("gate.weight", "router.weight")):  # wide enough apart that rounding never changes a choice
@@ -111,8 +107,6 @@ def write_toy(folder: Path, model_type: str) -> Path:
         if "embed" in name or "lm_head" in name:
             nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(folder)
-    assert entry.folder is not None
-    AutoTokenizer.from_pretrained(entry.folder).save_pretrained(folder)
     return folder
 
 

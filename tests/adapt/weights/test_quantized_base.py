@@ -84,7 +84,7 @@ def test_what_is_not_packed_keeps_its_values_and_dtype(dtype: torch.dtype, tmp_p
     assert all(read[name].equal(source[name].float()) for name in plain)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("base", ["nf4", "int8", "mxfp4", "bf16"])
 @pytest.mark.parametrize(
     ("dtype", "stored"), [("fp32", torch.float32), ("bf16", torch.float32), ("fp32", torch.float64)]

@@ -18,7 +18,7 @@ from tests.toys import expert_model_types, toy_config, toy_model
 TWICE = {"afmoe": "router.gate.weight", "nemotron_h": "mixer.out_proj.weight"}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["nf4", "fp32"])
 @pytest.mark.parametrize("model_type", thinned(expert_model_types(), 6, TWICE))

@@ -337,6 +337,7 @@ IN_4BIT = functools.partial(write_4bit, model_type="mixtral", hidden_size=64)
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("write", "part", "poison"),
     [

@@ -59,6 +59,7 @@ def test_logits_are_those_of_the_trained_model(
     assert difference_of_logits(run, run.base) > 100 * TOLERANCE  # what trained shows
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_what_did_not_train_is_equal_bit_for_bit(model_type: str, base: Callable[[str], Path], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", base(model_type), FULL)

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "offloaded": ("olmoe", MIXED, {"optimizer": {"name": "adamw", "offload": True}, "train": {"accumulate": 2}}),
     "ep": ("mixtral", LORA, {"parallel": {"fsdp": 2, "ep": 2}, "hardware": {"count": 2}}),
 }
-ON_A_PUSH = ("lora", "lora, biases", "experts", "ep")
+ON_A_PUSH = ("lora, biases", "experts", "ep")
 
 
 def work_of(log: Log) -> dict[Any, Work]:

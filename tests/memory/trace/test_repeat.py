@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from moetune.config.schema import RunConfig
 from moetune.memory.allocator import simulate
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.log import Block
 from moetune.models.catalog.gpus import find_gpu
+from moetune.run.resolve import resolve
 from tests.memory.models import blocks_of, toy_run, write_toy
 
 CARD = find_gpu("h100")
@@ -126,7 +128,7 @@ def same(short: Trace, whole: Trace) -> None:
         assert vars(short.work[part]) == pytest.approx(vars(work), rel=off), part
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "case", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 )
@@ -187,10 +189,11 @@ def test_micro_batches_layer_by_layer(case: str, tmp_path: Path) -> None:
 def test_first_step_that_only_creates_states(case: str, tmp_path: Path) -> None:
     model_type, adapt, sections, sizes = CASES[case]
     config = toy_run(write_toy(tmp_path, model_type, experts=2, **sizes), model_type, adapt, **sections)
-    _only_reserved_differs(*(trace(config, gpu=CARD, simulated=simulated) for simulated in (False, True)))
+    _only_reserved_differs(config, *(trace(config, gpu=CARD, simulated=simulated) for simulated in (False, True)))
 
 
-def _only_reserved_differs(quick: Trace, both_steps: Trace) -> None:
+def _only_reserved_differs(config: RunConfig, quick: Trace, both_steps: Trace) -> None:
+    """A trace of one step is shorter, unless experts stay on the card until the next one, which it then has."""
     for name in ("host_peak", "rounded_peak", "managed", "workspaces", "collectives", "load"):
         assert getattr(quick, name) == getattr(both_steps, name), name
     for part, work in quick.work.items():  # of which two micro-steps add to gradients, not one
@@ -198,7 +201,7 @@ def _only_reserved_differs(quick: Trace, both_steps: Trace) -> None:
     assert quick.parts() == both_steps.parts()
     assert quick.phases() == both_steps.phases()
     assert quick.by_layer() == both_steps.by_layer()
-    assert len(quick.log.entries) < len(both_steps.log.entries)
+    assert (len(quick.log.entries) < len(both_steps.log.entries)) == (not resolve(config, "cuda").carried_layers)
 
 
 @pytest.mark.one_in(2)
@@ -218,7 +221,7 @@ def test_several_ranks(layout: str, tmp_path: Path) -> None:
         assert short.collectives == whole.collectives
         quick = trace(config, gpu=CARD, rank=rank, simulated=False)
         assert quick.work.keys() == short.work.keys()
-        _only_reserved_differs(quick, short)
+        _only_reserved_differs(config, quick, short)
 
 
 @pytest.mark.full

@@ -1,6 +1,5 @@
 """Correction biases: updated by the load that is logged, saved, resumed and exported with their routers; or left."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.models.catalog import find_model
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import resolve
 from tests import small
@@ -29,16 +27,12 @@ TRAIN = {"router_bias_rate": RATE, "steps": 4, "save_every": 2, "log_every": 1, 
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DeepSeek-V3 of two layers, the first of them dense, with biases that are not zero, on disk."""
     folder = tmp_path_factory.mktemp("models") / "small-deepseek"
-    entry = find_model("tiny-mixtral")
-    assert entry is not None
-    assert entry.folder is not None
-    model = make_toy("deepseek_v3", vocab_size=entry.config["vocab_size"], num_hidden_layers=3)
+    vocabulary = small.write_tokenizer(folder)["vocab_size"]
+    model = make_toy("deepseek_v3", vocab_size=vocabulary, num_hidden_layers=3)
     with torch.no_grad():
         for layer in (1, 2):
             model.get_buffer(BIAS.format(layer)).normal_(std=0.02, generator=torch.Generator().manual_seed(layer))
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(entry.folder / name, folder)
     return folder
 
 

@@ -74,7 +74,7 @@ class Run:
         return {name: parameter.detach() for name, parameter in self.adapted.trainable().items()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("name", "clip"),
     [

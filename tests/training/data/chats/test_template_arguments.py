@@ -55,7 +55,7 @@ def written(template: str, **arguments: Any) -> str:
 
 
 @pytest.mark.parametrize("name", SWITCHED)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_arguments_are_those_of_transformers(name: str) -> None:
     template = TEMPLATES[name]
     for key in reads(template).arguments:

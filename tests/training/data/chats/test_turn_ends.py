@@ -13,6 +13,7 @@ from moetune.training.data.conversion import MalformedError
 from moetune.training.data.documents import Document
 from moetune.training.data.encoder import Encoder
 from tests.chat_templates import NAMES, of_trl, tokenizer_with
+from tests.training.data.test_load import CHATML
 
 PLAIN: list[dict[str, Any]] = [
     {"role": "user", "content": "QUESTION1"},
@@ -100,10 +101,6 @@ CONTENT = "{{ m.content }}"
 MARKED_CONTENT = (
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}"
-)
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED = CHATML.replace(CONTENT, MARKED_CONTENT)
 OPEN_LAST = CHATML.replace("<|im_end|>\n", "{% if add_generation_prompt or not loop.last %}<|im_end|>\n{% endif %}")
