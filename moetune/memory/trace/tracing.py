@@ -115,7 +115,8 @@ def trace(
                 if whole.layer_by_layer and shortened and isinstance(routing, AssumedRouting):
                     alike = Stack.of([None] * config.train.accumulate)
                     most, turns = len(alike.kept), alike.like
-                if not simulated and steps.stepper.engine is None:
+                stay_before = is_timed and whole.carried_layers  # which makes a step copy less
+                if not simulated and steps.stepper.engine is None and not stay_before:
                     least = 0
                 traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short, turns=turns)
         return replace(traced, load=load_peaks(whole.held_at(Coordinates.of(config.parallel, rank).pp), traced))
