@@ -168,8 +168,9 @@ class ResolvedRun:
         """Indices of the layers whose experts, copied from the host, stay on the GPU from one backward pass to the next
         forward pass.
 
-        They are the first layers, as many as take no more than the inputs that the layers after them keep on the GPU:
-        these are freed before the experts arrive, so that the peak is as without. Empty unless layers are recomputed.
+        They are the first layers, as many as take, with all gradients, no more than the inputs that the layers after
+        them keep on the GPU: these are freed before the experts arrive, so that the peak is as without. Empty unless
+        layers are recomputed.
         """
         train, model = self.config.train, self.config.model
         if self._carried is not None:
@@ -177,7 +178,13 @@ class ResolvedRun:
         if model.experts_on != "host" or not recomputes_layers(train):
             return frozenset()
         tokens = train.micro_batch * train.sequence_length * (train.accumulate if self.layer_by_layer else 1)
-        carried, taken = set[int](), 0.0  # bytes of their experts
+        selection = self.selection
+        trained = sum(one.numel for one in self.structure.parameters if one.name in selection.full)
+        for layer in self.structure.moe_layers:
+            for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
+                each = layer.shape.trained_parameters(lora, selection.ranks.get(layer.experts))
+                trained += len(ids.get(layer.index, ())) * each
+        carried, taken = set[int](), 4.0 * trained  # bytes of gradients, at most, and of these layers' experts
         for layer in self.structure.moe_layers:
             storage, shape = format_of(model.storage_of("experts", layer.index), model.double_quant), layer.shape
             taken += shape.num_experts * shape.parameters_per_expert * storage.bits / 8

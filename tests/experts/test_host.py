@@ -109,7 +109,7 @@ def test_two_layers_at_most_and_the_next_in_time(
 
 
 def test_the_first_layers_stay_from_backward_to_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapted = toy(tmp_path, "mixtral", "lora", checkpointing="full", tokens=256)
+    adapted = toy(tmp_path, "mixtral", "router", checkpointing="full", tokens=256)
     assert adapted.run.carried_layers == {0, 1}
     watched = Watched(prefetcher_of(adapted), monkeypatch)
     for _ in range(2):
@@ -141,10 +141,13 @@ def test_the_first_layers_stay_from_backward_to_forward(tmp_path: Path, monkeypa
 def test_no_more_layers_stay_than_later_layers_keep_inputs(tmp_path: Path, train: dict[str, Any], carried: int) -> None:
     toy_config("mixtral").save_pretrained(tmp_path)
     model = {"experts_on": "host", "base": "nf4"}
-    run = resolve(run_config(tmp_path, ADAPT["lora"], model=model, train={"checkpointing": "full"} | train), "cpu")
+    run = resolve(run_config(tmp_path, ADAPT["router"], model=model, train={"checkpointing": "full"} | train), "cpu")
     assert run.carried_layers == set(range(carried))
     shortened = run.without_layers({0, 3})
     assert shortened.carried_layers == run.carried_layers
+    in_full = {"experts": {"ids": [0, 1, 2, 3]}}  # whose gradients exist when backward ends
+    whole = resolve(run_config(tmp_path, in_full, model=model, train={"checkpointing": "full"} | train), "cpu")
+    assert len(whole.carried_layers) == (carried if train["sequence_length"] > 256 else 0)
 
 
 def test_layers_that_gradients_do_not_reach_are_not_fetched_again(
