@@ -178,13 +178,10 @@ class ResolvedRun:
         if model.experts_on != "host" or not recomputes_layers(train):
             return frozenset()
         tokens = train.micro_batch * train.sequence_length * (train.accumulate if self.layer_by_layer else 1)
-        selection = self.selection
-        trained = sum(one.numel for one in self.structure.parameters if one.name in selection.full)
-        for layer in self.structure.moe_layers:
-            for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
-                each = layer.shape.trained_parameters(lora, selection.ranks.get(layer.experts))
-                trained += len(ids.get(layer.index, ())) * each
-        carried, taken = set[int](), 4.0 * trained  # bytes of gradients, at most, and of these layers' experts
+        carried, taken = (
+            set[int](),
+            4.0 * self._trained_parameters(),
+        )  # bytes of gradients, and of these layers' experts
         for layer in self.structure.moe_layers:
             storage, shape = format_of(model.storage_of("experts", layer.index), model.double_quant), layer.shape
             taken += shape.num_experts * shape.parameters_per_expert * storage.bits / 8
@@ -194,6 +191,20 @@ class ResolvedRun:
                 break
             carried.add(layer.index)
         return frozenset(carried)
+
+    def _trained_parameters(self) -> int:
+        selection, structure = self.selection, self.structure
+        linears = structure.lora_layers()
+        trained = sum(parameter.numel for parameter in structure.parameters if parameter.name in selection.full)
+        for path in selection.lora_linears:
+            trained += selection.ranks[path] * (linears[path].in_features + linears[path].out_features)
+        for layer in structure.moe_layers:
+            for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
+                rank, experts = selection.ranks.get(layer.experts), len(ids.get(layer.index, ()))
+                trained += experts * layer.shape.trained_parameters(lora, rank)
+                if experts and rank and lora is not None and lora.share == "outer":
+                    trained += 2 * rank * layer.shape.hidden
+        return trained
 
     @property
     def rounding(self) -> Rounding | None:

@@ -201,9 +201,8 @@ def entropy(tokens_E: Tensor) -> float:
 
 def _without_use(config: RunConfig, evaluates: bool) -> Iterator[str]:
     """Yield a sentence for each setting that is not its default and changes nothing in this run."""
-    train, parallel, default = config.train, config.parallel, TrainConfig()
-    evaluation = {key: getattr(train, key) for key in ("eval_every", "eval_micro_batch")}
-    if not evaluates and any(value not in (None, getattr(default, key)) for key, value in evaluation.items()):
+    train, parallel = config.train, config.parallel
+    if not evaluates and (train.eval_every != TrainConfig().eval_every or train.eval_micro_batch is not None):
         yield "nothing is held out, so nothing is evaluated (train.eval_every); set data.eval, or data.validation: 0.05"
     if train.warmup >= train.steps:
         yield f"train.warmup: {train.warmup} of {train.steps} steps, so the learning rate never reaches optimizer.lr"

@@ -150,6 +150,27 @@ def test_no_more_layers_stay_than_later_layers_keep_inputs(tmp_path: Path, train
     assert len(whole.carried_layers) == (carried if train["sequence_length"] > 256 else 0)
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "adapt",
+    [
+        *ADAPT.values(),
+        {
+            "lora": {
+                "rank": {"attention": 4, "experts": {"0-1": 2, "2-3": 1}},
+                "alpha": 4,
+                "targets": ["attention", "experts"],
+            }
+        },
+        {"lora": {"rank": 2, "alpha": 4, "targets": ["experts"], "share": "outer"}},
+        {"also": ["attention", "norm"]},
+    ],
+)
+def test_gradients_are_counted_as_the_model_has_them(model_type: str, adapt: dict[str, Any], tmp_path: Path) -> None:
+    adapted = build_toy(toy_config(model_type), tmp_path, adapt)
+    assert adapted.run._trained_parameters() == sum(p.numel() for p in adapted.trainable().values())
+
+
 def test_layers_that_gradients_do_not_reach_are_not_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
