@@ -1,24 +1,35 @@
 """`moetune generate` and `moetune chat`: text by transformers' `generate`."""
 
+import re
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, TextStreamer
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, StopStringCriteria, TextStreamer
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
-from moetune.errors import UserError
+from moetune.errors import UserError, reading
 from moetune.inference.opened import Opened, open_model
 from moetune.json_files import first_problem
+from moetune.report.console import note
 from moetune.training.data.chats.stop_tokens import stop_ids
 from moetune.training.data.chats.thinking import placed
 from moetune.training.data.chats.tool_calls import fitted
+from moetune.training.data.encoder import begun, bos_of
 from moetune.training.data.load import pad_token_id
 
+_NEUTRAL = (None, False, 0, 1, "", [], {})
+"""Values with which a setting of generation changes nothing."""
+_OTHERS = re.compile(
+    "do_sample$|temperature$|max_|use_|cache_|(pad|bos|decoder_start)_token_id$|transformers_version$|_|output_|"
+    "return_|assistant_|num_assistant_|target_lookbehind$|.*compile"
+)
+"""Settings of `generation_config.json` that options of the commands stand for, or that change no text."""
 Message = dict[str, Any]
 """A chat message: `role` and `content`."""
 
@@ -62,7 +73,7 @@ def token_ids(opened: Opened, prompt: str | list[Message]) -> list[int]:
     """
     tokenizer: Any = opened.tokenizer
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+        ids = begun(bos_of(tokenizer), np.array(tokenizer(prompt, add_special_tokens=False)["input_ids"])).tolist()
     elif not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer of {opened.name!r} has no chat template; give a prompt as text, or train with "
@@ -116,6 +127,9 @@ def continued(
     ids = torch.tensor([[pad] * (length - len(row)) + row for row in prompts], device=model.device)
     is_token = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts], device=model.device)
     model.generation_config = sampling(opened.name, model.generation_config)
+    if strings := model.generation_config.stop_strings:
+        with reading(f"generation_config.json of {opened.name!r}: stop_strings"):
+            StopStringCriteria(tokenizer, strings)  # `generate` makes it again, from a cache
     torch.manual_seed(seed)
 
     def numbers(_: Tensor, logits: Tensor) -> Tensor:
@@ -132,6 +146,7 @@ def continued(
         ends=stop_ids(tokenizer, opened.settings, model.generation_config),
         pad=pad,
         logits_processor=[numbers],
+        tokenizer=tokenizer,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
     )
     return list(tokenizer.batch_decode(written[:, length:], skip_special_tokens=True))
@@ -192,23 +207,39 @@ def has_static_cache(settings: PretrainedConfig) -> bool:
 
 
 class _Sampling(BaseModel):
-    """The settings of a model's `generation_config.json` that are used; all others are ignored."""
+    """The settings of a model's `generation_config.json` that are used; others that change a text are named."""
 
     model_config = ConfigDict(from_attributes=True)
 
     top_k: NonNegativeInt | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    no_repeat_ngram_size: NonNegativeInt | None = None
+    min_new_tokens: NonNegativeInt | None = None
+    suppress_tokens: list[NonNegativeInt] | None = None
+    begin_suppress_tokens: list[NonNegativeInt] | None = None
+    stop_strings: str | list[str] | None = None
     eos_token_id: int | list[int] | None = None
 
 
 def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
     """Return only the settings in `_Sampling` of the `generation_config.json` of the model `name`.
 
-    None, for a model without this file, gives the defaults. Raises `UserError` for an invalid value.
+    None, for a model without this file, gives the defaults. Others that change a text are named in a note. Raises
+    `UserError` for an invalid value.
     """
     try:
         valid = _Sampling.model_validate(settings)
     except ValidationError as error:
         raise UserError(f"generation_config.json of {name!r}: {first_problem(error)}") from None
-    return GenerationConfig(**valid.model_dump(exclude_none=True))
+    given = {} if settings is None else settings.to_dict()
+    unread = [key for key, value in given.items() if value not in _NEUTRAL and not _OTHERS.match(key)]
+    _say_unread(name, ", ".join(key for key in unread if key not in _Sampling.model_fields))
+    return GenerationConfig(**{key: value for key, value in valid.model_dump().items() if value not in (None, [], "")})
+
+
+@cache
+def _say_unread(name: str, keys: str) -> None:
+    if keys:
+        note(f"generation_config.json of {name!r}: {keys}: not applied")

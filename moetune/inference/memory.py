@@ -86,6 +86,7 @@ def predict_generate(
         if (folder := watched.adapted.run.model.source.local_folder()) is not None:
             finish_reading(model, folder)
         model.generation_config = sampling(opened.name, model.generation_config)
+        model.generation_config.stop_strings = None  # they are looked for in values
         tracker.enter("forward")
         is_static = has_static_cache(model.config)
 

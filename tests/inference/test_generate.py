@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from moetune.errors import UserError
 from moetune.inference import generate
 from moetune.inference.completions import _batches
-from moetune.inference.opened import Opened, open_model
+from moetune.inference.memory import predict_generate
+from moetune.inference.opened import Opened, find, open_model
 from tests import toys
 from tests.reference import build_toy
 
@@ -78,6 +81,43 @@ def test_a_checkpoint_whose_training_packs_documents_generates(small_model: Path
     vocabulary = json.loads((small_model / "config.json").read_text())["vocab_size"]
     toys.toy_model("gpt_oss", vocab_size=vocabulary).save_pretrained(tmp_path)
     assert generate.generate(open_model(str(tmp_path), device="cpu"), "a router", max_new_tokens=4)
+
+
+PROMPT = "a router"
+
+
+def test_settings_of_generation_config_that_change_the_text(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each does what it does in transformers, or is named; and it is predicted."""
+    shutil.copytree(small_model, tmp_path, dirs_exist_ok=True)
+
+    def text(**settings: Any) -> str:
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+        return generate.generate(open_model(str(tmp_path), device="cpu"), PROMPT, max_new_tokens=9)
+
+    whole = text(do_sample=True, temperature=0.6, max_length=20, length_penalty=1.0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    stopped = text(stop_strings=[whole[4:6]])  # ends with the token that completes it
+    assert whole.startswith(stopped)
+    assert whole.index(whole[4:6]) + 2 <= len(stopped) < len(whole)
+    assert tokenizer(text(suppress_tokens=ids), add_special_tokens=False)["input_ids"][0] not in ids
+    assert not text(begin_suppress_tokens=ids[:1]).startswith(tokenizer.decode(ids[:1]))
+    assert not capsys.readouterr().err
+    assert text(presence_penalty=1.5, num_beams=4) == whole
+    assert "num_beams, presence_penalty: not applied" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"suppress_tokens\.0: -1"):
+        text(suppress_tokens=[-1])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": ["a"], "suppress_tokens": ids}))
+    assert predict_generate(find(str(tmp_path), device="cpu"), 3, 4).fullest.peak_allocated
+
+
+def test_a_prompt_that_spells_its_own_beginning(small_model: Path) -> None:
+    """As a rendered chat does: no second beginning-of-sequence token, and none that ends it."""
+    opened = find(str(small_model), device="cpu")
+    assert generate.token_ids(opened, f"<s>{PROMPT}") == generate.token_ids(opened, PROMPT)
+    assert generate.token_ids(opened, PROMPT)[:2] != [1, 1]
 
 
 def test_generation_ends_at_the_tokens_of_generation_config_too(small_model: Path, tmp_path: Path) -> None:

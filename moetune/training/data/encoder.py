@@ -83,9 +83,7 @@ class Encoder:
             return
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-sequence token to put after a document")
-        self._eos = [tokenizer.eos_token_id]
-        first = tokenizer("a")["input_ids"][0]
-        self._bos = [first] if first == tokenizer.bos_token_id else []
+        self._bos, self._eos = bos_of(tokenizer), [tokenizer.eos_token_id]
 
     def encode(self, record: dict[str, Any]) -> tuple[list[Document], Written | None]:
         """Return the documents of a record (a chat may give several), and the chat as the template writes it; None if
@@ -126,16 +124,20 @@ class Encoder:
         return documents, written
 
     def _text(self, record: dict[str, Any]) -> Tokens:
-        ids = _joined(self._bos, self._checked(record, "text"), self._eos)
+        ids = begun(self._bos, self._ended(self._checked(record, "text")))
         return ids, np.ones(len(ids), dtype=bool)
 
     def _prompt(self, record: dict[str, Any]) -> Tokens:
         if lost := [key for key in ("system", "history", "tools", *REASONING) if record.get(key)]:
             raise MalformedError(f"{' and '.join(lost)} beside prompt and completion would be lost; write messages")
         # Tokenized separately, so that no token has characters of both prompt and completion.
-        prompt = _joined(self._bos, self._tokens(checked_text(record["prompt"], "prompt")))
-        ids = _joined(prompt, self._checked(record, "completion"), self._eos)
+        prompt = begun(self._bos, self._tokens(checked_text(record["prompt"], "prompt")))
+        ids = _joined(prompt, self._ended(self._checked(record, "completion")))
         return ids, np.arange(len(ids)) >= len(prompt)
+
+    def _ended(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids with the end-of-sequence token, which the text may have spelled, at the end."""
+        return ids if ids[-1:].tolist() == self._eos else _joined(ids, self._eos)
 
     def _checked(self, record: dict[str, Any], key: str) -> np.ndarray:
         ids = self._tokens(checked_text(record[key], key))
@@ -189,6 +191,17 @@ class Encoder:
         windows = (self.tokenizer(part, add_special_tokens=False, verbose=False) for part in _windows(text))
         # Arrays at once: a list takes 40 bytes a token.
         return _joined(*(np.asarray(window["input_ids"], dtype=np.int32) for window in windows))
+
+
+def bos_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the beginning-of-sequence token that a tokenizer puts before a text; nothing if it adds none."""
+    first: list[int] = tokenizer("a")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def begun(bos: list[int], ids: np.ndarray) -> np.ndarray:
+    """Return the ids of a text behind `bos`, unless the text spells that token itself."""
+    return ids if ids[:1].tolist() == bos else _joined(bos, ids)
 
 
 def _windows(text: str) -> Iterator[str]:

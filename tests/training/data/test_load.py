@@ -88,6 +88,15 @@ def test_text_gets_bos_and_eos(tmp_path):
     assert load_one(tmp_path, {"text": "ab"}, make_tokenizer(bos=False)) == ([a, b, eos], [-100, b, eos])
 
 
+def test_text_that_spells_its_bos_and_eos_gets_no_second(tmp_path):
+    tokenizer = make_tokenizer()
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    plain = load_one(tmp_path, {"text": "ab"}, tokenizer)
+    assert load_one(tmp_path, {"text": f"{bos}ab{eos}"}, tokenizer) == plain
+    pair = load_one(tmp_path, {"prompt": "a", "completion": "b"}, tokenizer)
+    assert load_one(tmp_path, {"prompt": f"{bos}a", "completion": f"b{eos}"}, tokenizer) == pair
+
+
 def test_only_the_completion_trains(tmp_path):
     # The merge would join "?" and "n" if both sides were tokenized as one text.
     tokenizer = make_tokenizer(merges=[("?", "n")])
