@@ -3,6 +3,7 @@
 A role is a projection of an expert: `gate`, `up` and `down`, or `gate_up` for gate and up in one matrix.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from moetune.adapters.factors import DOWN, GATE_UP
-from moetune.errors import UserError
+from moetune.adapters.files import StoredAdapter
+from moetune.errors import UserError, shown
+from moetune.files import expanded
 from moetune.formats.checkpoint import weights_of
 from moetune.models.hub.fingerprint import headers
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings, published_names
@@ -212,3 +215,22 @@ def _as_here(name: str, known: Mapping[str, str]) -> str:
             if name.startswith(prefix) and (shorter := ours + name.removeprefix(prefix)) in known:
                 return shorter
     return name
+
+
+def named_base(stored: StoredAdapter) -> str | None:
+    """Return the base that an adapter's settings name; None if they name none."""
+    named = stored.settings.get("base_model_name_or_path")
+    return named if isinstance(named, str) and named else None
+
+
+def of_another_base(stored: StoredAdapter, base: str, source: ModelSource) -> list[str]:
+    """Return a note if an adapter's settings name another base than the one that the user named, `base`, found as
+    `source`; else an empty list. Two names may stand for the same weights, so this is no error."""
+    named, revision = named_base(stored), stored.settings.get("revision")
+    known = {base, source.name, source.folder}
+    known |= {str(path) for folder in source.local_folders() for path in (folder.absolute(), folder.resolve())}
+    if named == base and revision not in (None, "main") and not expanded(base).is_dir():
+        return [f"{stored} names revision {shown(revision)} of its base, and main is read"]
+    if named is None or named in known or os.path.abspath(os.path.expanduser(named)) in known:
+        return []
+    return [f"{stored} names the base {shown(named)}, and it is read with {base!r}"]

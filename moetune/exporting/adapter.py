@@ -1,6 +1,5 @@
 """`moetune adapter`: open an adapter and its base, check, convert, merge and compare."""
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapters import check as checks
-from moetune.adapters.base import AdapterBase, base_of, stacks_of
+from moetune.adapters.base import AdapterBase, base_of, named_base, of_another_base, stacks_of
 from moetune.adapters.check import AdapterReport
 from moetune.adapters.difference import AdapterDifference, difference
 from moetune.adapters.factors import Adapter
@@ -20,7 +19,7 @@ from moetune.adapters.read import Read, read, sure
 from moetune.adapters.write import laid_out
 from moetune.atomic import new_folder
 from moetune.config.schema import ModelConfig
-from moetune.errors import UserError, first_of, shown
+from moetune.errors import UserError, first_of
 from moetune.exporting.folder import keep_apart, write_export_manifest
 from moetune.exporting.writers.merged import complete_config, copy_checkpoint
 from moetune.exporting.writers.updates import (
@@ -104,11 +103,12 @@ def convert_adapter(
     parsed = _read_whole(stored, of_base, layout)
     keep_apart(out, "converted", stored.folder, *model.source.local_folders())
     laid = laid_out(parsed.adapter, of_base, program)
-    laid.settings["base_model_name_or_path"] = _named_base(stored) or base
+    laid.settings["base_model_name_or_path"] = named_base(stored) or base
+    laid.settings["revision"] = stored.settings.get("revision")
     with new_folder(out, overwrite) as folder:
         size = write_adapter(folder, laid.tensors, laid.settings, laid.record())
         _copy_template(stored, folder)
-    notes = [*laid.notes, *_of_another_base(stored, base, model)]
+    notes = [*laid.notes, *of_another_base(stored, base, model.source)]
     return AdapterWritten(str(out), parsed.layout, parsed.reasons, len(laid.tensors), size, notes)
 
 
@@ -142,7 +142,8 @@ def merge_adapter(
         fingerprint, output = copy_checkpoint(source, folder, added=added)
         changed = write_updates(targets, tensors, output)
         _copy_template(stored, folder)
-        notes = [*complete_config(folder), *_of_another_base(stored, base, model), *_of_more_tokens(stored, folder)]
+        notes = [*complete_config(folder), *of_another_base(stored, base, model.source)]
+        notes += _of_more_tokens(stored, folder)
         origin = Base(model.source.name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": origin})
     size = sum(tensors[key].nbytes for key in changed)
@@ -164,7 +165,7 @@ def diff_adapters(
             matches nothing in the base, or there is nothing to compare; or `a` names no base.
     """
     first, second = _open(a), _open(b)
-    named = base or _named_base(first)
+    named = base or named_base(first)
     if named is None:
         raise UserError(f"{first} names no base; give --base")
     _, of_base = _open_base(named)
@@ -198,26 +199,6 @@ def _copy_template(stored: StoredAdapter, out: Path) -> None:
     """Copy the chat template that stands beside an adapter which was trained with another one than its base's."""
     if (file := stored.folder / CHAT_TEMPLATE_FILE).is_file():
         copy_small_file(file, stored.folder, out)
-
-
-def _named_base(stored: StoredAdapter) -> str | None:
-    """Return the base that an adapter's settings name; None if they name none."""
-    named = stored.settings.get("base_model_name_or_path")
-    return named if isinstance(named, str) and named else None
-
-
-def _of_another_base(stored: StoredAdapter, base: str, model: ResolvedModel) -> list[str]:
-    """Return a note if an adapter's settings name another base than the one that the user named, `base`, which is
-    `model`; else an empty list. Two names may stand for the same weights, so this is no error."""
-    named, source = _named_base(stored), model.source
-    known = {base, source.name, source.folder}
-    known |= {str(path) for folder in source.local_folders() for path in (folder.absolute(), folder.resolve())}
-    revision = stored.settings.get("revision")
-    if named == base and revision not in (None, "main") and not expanded(base).is_dir():
-        return [f"{stored} names revision {shown(revision)} of its base, and main is read"]
-    if named is None or named in known or os.path.abspath(os.path.expanduser(named)) in known:
-        return []
-    return [f"{stored} names the base {shown(named)}, and it is read with {base!r}"]
 
 
 def _of_more_tokens(stored: StoredAdapter, out: Path) -> list[str]:

@@ -62,8 +62,9 @@ class RunWarnings:
             self.console.print(f"note: {text}")
 
     def about_data(self, data: Datasets) -> None:
-        """Warn of settings without use, of a router loss that only config.json asks for, of documents longer than the
-        model has positions or than transformers computes right, and of linear layers that cannot have LoRA.
+        """Warn of settings without use, of a router loss that only config.json asks for, of a checkpoint in float16, of
+        documents longer than the model has positions or than transformers computes right, and of linear layers that
+        cannot have LoRA.
 
         Called once, before the first step; every line of metrics repeats these warnings' kinds.
         """
@@ -75,7 +76,14 @@ class RunWarnings:
                 f"no LoRA on {len(left_out)} linear layers of adapt.lora.targets ({', '.join(left_out[:3])}, …): the "
                 "model reads their weights without calling them, or no gradient reaches them",
             )
-        settings = self.adapted.run.model.settings.get_text_config()
+        model = self.adapted.run.model
+        if (model.source.config.dtype, model.dtype) == (torch.float16, torch.bfloat16):
+            self.say(
+                "published in float16",
+                "the checkpoint is in float16 and computed in bfloat16, so what is not quantized is rounded to 8 bits "
+                "from 11; model.dtype: fp16 does not",
+            )
+        settings = model.settings.get_text_config()
         if getattr(settings, "output_router_logits", False) and self.adapted.run.config.train.router_aux_loss == 0:
             self.say(
                 "router loss left out",

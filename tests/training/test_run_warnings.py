@@ -82,6 +82,17 @@ def test_a_loss_that_only_the_configuration_asks_for(coefficient: Any, tmp_path:
     assert ["router_aux_loss is 0" in note for note in said(capsys)] == [True] * (coefficient == 0)
 
 
+@pytest.mark.parametrize(("dtype", "is_said"), [("bf16", True), ("fp16", False), ("fp32", False)])
+def test_a_checkpoint_in_float16_that_is_rounded(dtype: str, is_said: bool, tmp_path: Path, capsys: Err) -> None:
+    model, data = small.write_model(tmp_path / "model"), small.write_data(tmp_path / "data.jsonl")
+    settings = json.loads((model / "config.json").read_text()) | {"dtype": "float16"}
+    (model / "config.json").write_text(json.dumps(settings))
+    optimizer = {"master_weights": "fp32" if dtype != "fp32" else "none"}
+    sections = {"model": {"dtype": dtype}, "optimizer": optimizer, "train": {"steps": 1}}
+    train(small.run_config(model, data, tmp_path / "run", "router", **sections))
+    assert ["model.dtype: fp16 does not" in note for note in said(capsys)] == [True] * is_said
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_documents_longer_than_the_model_has_positions(packing: bool, tmp_path: Path, capsys: Err) -> None:
     model = small.write_model(tmp_path / "model", max_position_embeddings=16)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
-from moetune.adapters.base import base_of, stacks_of
+from moetune.adapters.base import base_of, of_another_base, stacks_of
 from moetune.adapters.factors import Adapter, Factors, plain_number, split_parts, untied_in
-from moetune.adapters.files import CONFIG_FILE, open_adapter
+from moetune.adapters.files import CONFIG_FILE, StoredAdapter, open_adapter
 from moetune.adapters.read import read, sure
 from moetune.errors import UserError, first_of, time_limit
 from moetune.experts.bank import ExpertLora
@@ -32,10 +32,12 @@ def load_peft(adapted: Adapted, folder: Path) -> tuple[str, ...]:
     with torch.no_grad():
         for name, tensor in adapted.learned().items():
             tensor.copy_(matching.values[name])
-    if not (grown := matching.grown):
-        return ()
-    further = f" and {len(grown) - 1} more" if len(grown) > 1 else ""
-    return (f"of a lower rank in the adapter, so the other ranks begin like new factors: {grown[0]}{further}",)
+    model = adapted.run.model
+    notes = of_another_base(matching.stored, model.config.path, model.source)
+    if grown := matching.grown:
+        further = f" and {len(grown) - 1} more" if len(grown) > 1 else ""
+        notes += [f"of a lower rank in the adapter, so the other ranks begin like new factors: {grown[0]}{further}"]
+    return tuple(notes)
 
 
 def check_peft(adapted: Adapted, folder: Path) -> None:
@@ -48,7 +50,7 @@ def _matched(adapted: Adapted, folder: Path) -> "_Matching":
     with time_limit(f"the patterns in {str(folder / CONFIG_FILE)!r}"):
         stored = open_adapter(folder)
         parsed = sure(read(stored, base_of(model.source, model.plain, model.structure, model.config.path)), stored)
-    matching = _Matching(adapted, parsed.problems)
+    matching = _Matching(adapted, stored, parsed.problems)
     matching.match(parsed.adapter, parsed.frozen)
     if matching.problems:
         lines = "\n  ".join(first_of(matching.problems))
@@ -57,7 +59,7 @@ def _matched(adapted: Adapted, folder: Path) -> "_Matching":
 
 
 class _Matching:
-    """Matches an adapter with what a model learns: call `match`, then read the rest.
+    """Matches an adapter, read from the files `stored`, with what a model learns: call `match`, then read the rest.
 
     Attributes:
         values: name -> value for all that the model learns; incomplete if there are `problems`.
@@ -65,8 +67,8 @@ class _Matching:
         grown: layers and parameters that the adapter has factors of a lower rank of.
     """
 
-    def __init__(self, adapted: Adapted, problems: list[str]) -> None:
-        self.adapted, self.problems = adapted, problems
+    def __init__(self, adapted: Adapted, stored: StoredAdapter, problems: list[str]) -> None:
+        self.adapted, self.stored, self.problems = adapted, stored, problems
         self.values: dict[str, Tensor] = {}
         self.grown: list[str] = []
         self.trainable = adapted.learned()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moetune.adapters.base import of_another_base
+from moetune.adapters.files import open_adapter
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
+from moetune.models.source import find_model_source
 from moetune.training.data.load import load_data
 from moetune.training.folder.run_folder import RunFolder
 from tests import small
@@ -71,6 +75,25 @@ def stock_adapter(model: Path, folder: Path, **settings: Any) -> PeftModel:
 def stock(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PeftModel]:
     folder = tmp_path_factory.mktemp("stock") / "adapter"
     return folder, stock_adapter(small_model, folder)
+
+
+def test_a_start_names_the_base_that_it_was_trained_on(
+    small_model: Path,
+    small_data: Path,
+    stock: tuple[Path, PeftModel],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Another name, or another revision of it, may be other weights."""
+    folder = shutil.copytree(stock[0], tmp_path / "adapter")
+    settings = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": "org/other"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    train(run_of(small_model, small_data, tmp_path / "run", {"lora": LORA, "start_from": str(folder)}))
+    assert "names the base 'org/other', and it is read with" in capsys.readouterr().err
+    stored, source = open_adapter(folder), find_model_source(str(small_model))
+    revised = replace(stored, settings=settings | {"revision": "v2"})
+    (note,) = of_another_base(revised, "org/other", source)
+    assert "revision 'v2' of its base, and main is read" in note
 
 
 def first_loss(output: Path) -> float:
