@@ -12,7 +12,7 @@ the number of `.base_layer` in their names.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -131,12 +131,27 @@ class _Reader:
         elif layout is not None:
             parsed.reasons.append(f"it has no factors on experts, which --from {layout} is about")
         parsed.adapter = Adapter(self.linears, {path: own for path, own in experts.items() if own}, self.saved)
+        parsed.wrong += self._lost(parsed.adapter)
         noted = stored.record.get("sketch")
         for name in () if noted is None else differing(parsed.adapter, noted):
             (parsed.doubts if layout is None else parsed.wrong).insert(
                 0, f"{name}: the update is not the one that moetune noted when it wrote the file"
             )
         return parsed
+
+    def _lost(self, adapter: Adapter) -> Iterator[str]:
+        """Yield a line for each target of the settings that the base has, and the file has no factors of."""
+        settings, with_factors = self.stored.settings, adapter.named().keys()
+        if settings.get("exclude_modules") or settings.get("layers_to_transform"):
+            return
+        linears, stacks = {path: path for path in self.base.structure.linears()}, dict[str, str]()
+        for path, layer in self.base.layers.items():
+            stacks |= {f"{path}.{stack}": f"{path}.{projection}" for projection, stack in stacks_of(layer).items()}
+        for setting, known in (("target_modules", linears), ("target_parameters", stacks)):
+            for target in settings[setting] if isinstance(settings.get(setting), list) else ():
+                names = {name for path, name in known.items() if f".{path}".endswith(f".{target}")}
+                if names and names.isdisjoint(with_factors):
+                    yield f"{target}: is in {setting} of adapter_config.json, and the file has no factors of it"
 
     # --- Names ------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from moetune.training.data.chats.tool_calls import fitted
 from moetune.training.data.encoder import begun, bos_of
 from moetune.training.data.load import pad_token_id
 
-_NEUTRAL = (None, False, 0, 1, "", [], {})
+_NEUTRAL: tuple[object, ...] = (None, False, 0, 1, "", [], {})
 """Values with which a setting of generation changes nothing."""
 _OTHERS = re.compile(
     "do_sample$|temperature$|max_|use_|cache_|(pad|bos|decoder_start)_token_id$|transformers_version$|_|output_|"

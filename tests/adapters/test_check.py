@@ -118,6 +118,14 @@ def say(**settings: Any) -> Change:
     return lambda _, own: own.update(settings)
 
 
+def both(*changes: Change) -> Change:
+    def change(*given: Any) -> None:
+        for part in changes:
+            part(*given)
+
+    return change
+
+
 IGNORED: dict[str, tuple[str, Change, str]] = {
     "a layer that the base lacks": ("peft", rename("layers.1", "layers.7"), r"model\.layers\.7\..*has no such layer"),
     "an expert that the base lacks": ("per-expert", rename("experts.7.", "experts.8."), r"has 8 experts"),
@@ -131,11 +139,17 @@ IGNORED: dict[str, tuple[str, Change, str]] = {
         r"embed_tokens\.weight: is \[98, 32\], and that of 'mixtral' is \[96, 32\]; give the base",
     ),
     "a rank that is not said": ("per-expert", say(r=2), r"have rank 3, and adapter_config\.json says 2"),
+    "a target without factors": (
+        "peft", both(drop("q_proj"), say(target_modules=["q_proj"])), "q_proj: is in target_modules .*no factors",
+    ),
+    "experts without factors": (
+        "per-expert", both(drop("w2"), say(target_parameters=["mlp.experts.down_proj"])), "down_proj: is in target_p",
+    ),
     "a module that was saved apart": ("peft", say(modules_to_save=["lm_head"]), "lm_head: is in modules_to_save"),
     "an expert under two names": ("per-expert", copy("experts.3.w1.", "experts.3.gate_proj."), "3.*is there twice"),
     "a layer under two names": ("peft", copy("model.layers.0", "model.language_model.layers.0"), "is there twice"),
     "a pattern of another layer": ("peft", say(rank_pattern={"down_proj": 2}), r"down_proj.* says 2"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", IGNORED)
