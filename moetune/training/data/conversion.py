@@ -233,6 +233,9 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
         if not isinstance(given, dict):
             raise MalformedError(f"message {number} is {kind(given)}, not an object with role and content")
         where, message = f"message {number}", {key: of_key for key, of_key in given.items() if of_key is not None}
+        for key in REASONING:  # an empty one is what a table holds where there is no thought
+            if not str(message.get(key, "?")).strip():
+                del message[key]
         if message.get("role") == "function":
             message["role"] = "tool"
         if "role" not in message:

@@ -117,7 +117,7 @@ class ChatTemplate:
         """
         try:
             messages = placed(messages, self._template)
-            self._thinking.refuse_unclosed(messages)
+            self._thinking.refuse_broken(messages)
             messages = fitted(messages, lambda chat: self._render(chat, tools)[0])
             text, spans = self._render(messages, tools)
             if tools and self._tried(messages, None) == text:

@@ -38,7 +38,8 @@ def _split(message: dict[str, Any], number: int, key: str) -> dict[str, Any]:
     before, opening, thought = head.partition(_OPEN)
     if before.strip() if opening else not (head.endswith("\n") or answer.startswith("\n")):
         return message
-    thought, rest = (thought if opening else head).strip("\n"), message | {"content": answer.lstrip("\n")}
+    answer = answer.lstrip("\n") if answer.strip() else ""
+    thought, rest = (thought if opening else head).strip("\n"), message | {"content": answer}
     written = next((message[name] for name in REASONING if message.get(name)), None)
     if written is None:
         return rest | {key: thought} if thought.strip() else rest
@@ -125,11 +126,16 @@ class Thinking:
                     return f"set data.template: {{{setting}}}{out}"
         return None
 
-    def refuse_unclosed(self, messages: Messages) -> None:
-        """Raise `MalformedError` for a thought in a content that does not end, if the template writes thoughts."""
+    def refuse_broken(self, messages: Messages) -> None:
+        """Raise `MalformedError` for a thought in a content that does not end, or that no answer follows.
+
+        Nothing is raised if the template writes no thoughts.
+        """
         if not any(key in reads(self._template).words for key in REASONING):
             return
         for number, message in enumerate(messages, 1):
             content = message["content"] if message["role"] == "assistant" else None
             if isinstance(content, str) and content.lstrip().startswith(_OPEN) and _CLOSE not in content:
                 raise MalformedError(f"message {number} opens {_OPEN} and does not close it")
+            if content == "" and not message.get("tool_calls") and message.get("weight") != 0:
+                raise MalformedError(f"message {number} is a thought without an answer, after which the turn would end")

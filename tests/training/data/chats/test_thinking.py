@@ -121,11 +121,19 @@ def test_a_thought_in_the_content_is_one_beside_it(name: str, tmp_path: Path) ->
     [
         ({"content": "<think>\nhm"}, "message 2 opens <think>"),
         ({"content": "<think>a</think>b", "reasoning_content": "c"}, "message 2 has one thought in its content"),
+        ({"content": "<think>a</think>\n\n"}, "message 2 is a thought without an answer"),
     ],
 )
 def test_a_broken_thought_is_refused(message: dict[str, str], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         chat(tmp_path, TEMPLATES["gptoss"], USER, {"role": "assistant", **message})
+
+
+def test_an_empty_thought_beside_an_answer_is_none(tmp_path: Path) -> None:
+    """What a table's column for thoughts holds where there is none; gpt-oss would write a channel for it."""
+    plain, _ = chat(tmp_path, TEMPLATES["gptoss"], USER, ANSWER)
+    for key in ("reasoning_content", "thinking"):
+        assert chat(tmp_path, TEMPLATES["gptoss"], USER, {**ANSWER, key: ""})[0] == plain
 
 
 @pytest.mark.parametrize("content", ["Write </think> after it.", "The tags <think>\nand\n</think>\nare two."])
