@@ -24,7 +24,7 @@ from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
 from moetune.training.data.records import Reading, Tally, read_documents
 from moetune.training.data.sources import Source, looks_like_a_file, open_sources
-from moetune.training.data.tokenizer_files import load_tokenizer
+from moetune.training.data.tokenizer_files import load_tokenizer, template_in
 from moetune.training.step.loss import IGNORED
 
 _MOST_GROWTH = 1000  # factor by which a tokenizer may lengthen a text; common rules replace a space by 3 bytes
@@ -212,7 +212,7 @@ def chat_template(spec: str) -> str:
     file = expanded(spec)
     if file.is_file():
         with reading(f"data.chat_template: {spec!r}"):
-            return file.read_text(encoding="utf-8")
+            return template_in(file)
     if not file.is_dir() and (looks_like_a_file(spec) or file.suffix in (".jinja", ".j2")):
         raise UserError(f"data.chat_template: no such file: {spec!r}")
     source = find_model_source(spec)

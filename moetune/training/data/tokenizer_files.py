@@ -52,8 +52,32 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
         refuse_pointer(whole)
     else:
         _refuse_vocabulary(f"the tokenizer in {folder!r}", code, find)
+    tokenizer = _loaded(folder, code, on_disk, find)
+    if not tokenizer.chat_template and (file := find("chat_template.json")):  # where processors keep it
+        tokenizer.chat_template = template_in(file)
+    return tokenizer
+
+
+def template_in(file: Path) -> str:
+    """Return the chat template in a file: its text or, of a JSON file, what is under `chat_template`.
+
+    Raises `UserError` for JSON without one.
+    """
+    if file.suffix != ".json":
+        return file.read_text(encoding="utf-8")
+    template = read_json(file, dict[str, Any]).get("chat_template")
+    if not isinstance(template, str):
+        raise UserError(f"{str(file)!r} has no text under chat_template; give the template in a .jinja file")
+    return template
+
+
+def _loaded(
+    folder: str, code: str | None, on_disk: bool, find: Callable[[str], Path | None]
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of `load_tokenizer`, of which files and `code` were checked."""
     if code is not None:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=on_disk)
+    whole = find(_WHOLE)
     nothing = UserError(
         f"there is no tokenizer in {folder!r}: no {_WHOLE}, nor other files of which transformers makes one; copy the "
         "files of the model's tokenizer there"

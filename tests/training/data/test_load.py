@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -267,6 +268,23 @@ def test_a_chat_template_can_be_a_file_or_anothers(tmp_path):
     assert other.chat_template == tokenizer.chat_template
     assert "chat template cannot be used" in message(file, make_tokenizer({"tools": CHATML, "plain": CHATML}))
     assert "no such file: 'no.jinja'" in message(file, tokenizer, chat_template="no.jinja")
+
+
+def test_a_template_in_json_as_models_of_images_publish_it(tmp_path):
+    """Named, it is not taken for a template's text; beside a tokenizer without one, it is that of the model."""
+    file = write(tmp_path / "one.jsonl", {"messages": [USER, ASSISTANT]})
+    tokenizer = make_tokenizer()
+    for name, value in (("chat_template", {"chat_template": CHATML}), ("tokenizer_config", {"chat_template": CHATML})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+        (row,) = load(file, tokenizer, packing=False, chat_template=str(tmp_path / f"{name}.json")).train
+        assert tokenizer.decode(row["input_ids"]).startswith("<|im_start|>")
+    (tmp_path / "other.json").write_text(json.dumps({"chat_template": [{"name": "default", "template": CHATML}]}))
+    assert "no text under chat_template" in message(file, tokenizer, chat_template=str(tmp_path / "other.json"))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert not tokenizer_of("model", str(tmp_path / "model")).chat_template
+    shutil.copy(tmp_path / "chat_template.json", tmp_path / "model")
+    assert tokenizer_of("model", str(tmp_path / "model")).chat_template == CHATML
 
 
 def test_what_is_too_long_is_dropped_or_cut_where_that_is_asked_for(tmp_path):
