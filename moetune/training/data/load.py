@@ -80,7 +80,7 @@ def load_data(
 
     Raises:
         UserError: data cannot be found or read, records cannot be used (all such problems, one per line), or the
-            weights or `data.validation` leave no record to train on or, with `data.eval`, to evaluate on.
+            weight of a data set leaves none of its records, or `data.validation` none to train on.
     """
     problems: list[str] = []
     unread: tuple[list[str], list[str]] = [], []  # of the training data, of those held out
@@ -104,15 +104,11 @@ def load_data(
     raise_problems(problems)
     draw = np.random.default_rng(train.seed)
     training, held_out = (
-        _joined([_times(readings[spec, held_out], weight, draw) for spec, weight in named[held_out]])
+        _joined([_times(spec, readings[spec, held_out], weight, draw) for spec, weight in named[held_out]])
         for held_out in (False, True)
     )
     if data.validation is not None:
         training, held_out = _split(training, data.validation, draw)
-    if not len(training.documents):
-        raise UserError("data.train: the weights leave no record; raise them")
-    if data.evaluates and not len(held_out.documents):
-        raise UserError("data.eval: the weights leave no record; raise them")
     hashes = np.array(documents.hashes)
     if twice := int(np.isin(hashes[held_out.documents], hashes[training.documents]).sum()):
         unread[1].append(f"{twice:,} of {len(held_out.documents):,} held-out documents are trained on too")
@@ -231,11 +227,13 @@ def _joined(parts: Sequence[Reading]) -> Reading:
     )
 
 
-def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
-    """Repeat the records of a data set by its weight: with 2.3, all of them twice, and 30 % of them, drawn by `draw`,
-    once more."""
+def _times(spec: str, read: Reading, weight: float, draw: np.random.Generator) -> Reading:
+    """Repeat the records of the data set `spec` by its weight: with 2.3, all of them twice, and 30 % of them, drawn by
+    `draw`, once more. Raise `UserError` if none is left."""
     whole, rest = divmod(weight, 1)
     records = np.unique(read.records)
+    if not whole and not round(rest * len(records)):
+        raise UserError(f"{spec!r}: a weight of {weight:g} leaves none of its records ({len(records):,}); raise it")
     drawn = draw.permutation(len(records))[: round(rest * len(records))] if rest else np.arange(0)
     again = np.flatnonzero(np.isin(read.records, records[drawn]))
     return _taken(read, np.concatenate([np.tile(np.arange(len(read.records)), int(whole)), again]))

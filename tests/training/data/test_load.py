@@ -332,8 +332,9 @@ def test_weights_and_a_held_out_share(tmp_path):
         read(validation=0.25, eval=two)
     with pytest.raises(UserError, match="leaves none to train on"):
         read(validation=0.99)
-    with pytest.raises(UserError, match=r"data\.eval: the weights leave no record"):
-        read(eval=[{"path": two, "weight": 0.01}])
+    for sets in ({"eval": [{"path": two, "weight": 0.01}]}, {"train": [one, {"path": two, "weight": 0.01}]}):
+        with pytest.raises(UserError, match=r"two\.jsonl': a weight of 0\.01 leaves none of its records \(6\)"):
+            read(**sets)
 
 
 def test_empty_data_sets_are_named(tmp_path):

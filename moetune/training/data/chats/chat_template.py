@@ -136,6 +136,11 @@ class ChatTemplate:
                     calls = bool(messages[cut.end - 1].get("tool_calls"))
                     spans, new_settings = self._thinking.trained(cut.layout.text, cut.spans)
                     spanned, tokens = self._ends.added(cut.layout.text, spans, calls)
+                    for turn in tokens:
+                        if turn[-1:] == turn[-2:-1] != ():
+                            raise MalformedError(
+                                f"an answer ends with {turn[-1]}, which the template adds; take it out"
+                            )
                     texts.append(spanned)
                     ends += tokens
                     settings += new_settings

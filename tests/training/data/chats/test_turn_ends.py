@@ -143,6 +143,15 @@ def test_the_end_is_found_where_the_template_puts_it(
     assert turn_ends(Counter(written.ends), ()) == {end: 2}
 
 
+@pytest.mark.parametrize(("name", "end"), [("qwen3", "<|im_end|>"), ("glm4moe", "<|user|>"), ("gptoss", "<|return|>")])
+def test_an_answer_that_spells_the_end_of_its_turn_is_refused(name: str, end: str) -> None:
+    """It would train the model to write it twice; within a text it is what it spells."""
+    encoder = Encoder(tokenizer_with(of_trl(name)), "chat")
+    with pytest.raises(MalformedError, match=f"an answer ends with {re.escape(end)}, which the template adds"):
+        encoder.encode({"messages": [PLAIN[0], {"role": "assistant", "content": f"yes{end}"}]})
+    assert encoder.encode({"messages": [PLAIN[0], {"role": "assistant", "content": f"{end} ends it"}]})
+
+
 def test_the_last_turn_ends_as_if_another_message_followed() -> None:
     """GLM drops earlier reasoning, so that each turn is a document, and the last of it has no token after it."""
     tokenizer = tokenizer_with(of_trl("glm4moe"))
