@@ -24,7 +24,7 @@ from moetune.inference.opened import Opened, open_model
 from moetune.json_files import Answer, parse_json
 from moetune.report.console import terminal
 from moetune.report.progress import counting
-from moetune.training.data.conversion import chat_of, checked_messages
+from moetune.training.data.conversion import MEDIA, chat_of, checked_messages
 from moetune.training.data.sources import open_sources
 from moetune.training.data.values import MalformedError, checked_text
 
@@ -165,13 +165,17 @@ def _prompt(record: dict[str, Any]) -> str | list[Message]:
     if len(keys) != 1:
         given = ", ".join(map(shown, record)) or "none"
         raise MalformedError(f"has the keys {given}; give it one of prompt, text and messages")
+    of_chats = ("tools", "functions", "chat_template_kwargs", *(() if keys == ["messages"] else ("system", "history")))
+    if lost := [key for key in (*of_chats, *MEDIA) if record.get(key)]:
+        raise MalformedError(f"{lost[0]} would be lost; take it out, or give a prompt that the template has rendered")
     if keys != ["messages"]:
         return checked_text(record[keys[0]], keys[0])
-    chat = chat_of(record)
-    messages = chat["messages"]
-    if lost := [key for key in ("tools", "chat_template_kwargs") if chat.get(key) or record.get(key)]:
-        raise MalformedError(f"{lost[0]} would be lost; generate with a prompt that the template has rendered")
+    messages = chat_of(record)["messages"]
     if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+        if begun := [key for key in ("prefix", "partial") if messages[-1].get(key)]:
+            raise MalformedError(
+                f"{begun[0]}: answers are not continued; generate with a prompt that has its beginning"
+            )
         messages = messages[:-1]
     if not messages:
         raise MalformedError("messages holds nothing to answer")

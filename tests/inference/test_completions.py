@@ -99,6 +99,12 @@ def test_an_interrupted_call_is_continued(
         ({"messages": 3}, "messages is a number, not a list"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, "tools would be lost"),
         ({"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": 1}}, "_kwargs would be lost"),
+        ({"prompt": "x", "system": "y"}, "system would be lost"),
+        ({"messages": [{"role": "user", "content": "x"}], "images": ["a.png"]}, "images would be lost"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "prefix": True}]},
+            "prefix: answers are not continued",
+        ),
         ([], "no object"),
     ],
 )

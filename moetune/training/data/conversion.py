@@ -46,7 +46,7 @@ _MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "inpu
 """Types of a message's parts in the formats of OpenAI and of Hugging Face's processors."""
 _TRAINED = ("completion", "output", "text")
 """Keys of other formats that hold what is trained on."""
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Keys of records that hold what stands at placeholders, such as `<image>`, in their text."""
 
 
@@ -119,7 +119,7 @@ def _refuse_other_uses(record: dict[str, Any]) -> None:
                 f"{key} is {label}, which says whether the answer is wanted, and every answer would be trained on: "
                 f"docs/guides/preferences.md shows how to train on preferences; or keep those that are, without {key}"
             )
-    if not is_text and (media := [key for key in _MEDIA if record.get(key)]):
+    if not is_text and (media := [key for key in MEDIA if record.get(key)]):
         raise MalformedError(f"it holds {media[0]}, and only text is read; leave the record out")
     if record.get("chat_template_kwargs"):
         raise MalformedError(
