@@ -52,8 +52,14 @@ def complete_config(out: Path) -> tuple[str, ...]:
     """Write to the `config.json` in `out` what programs need that go by it alone; return notes for the user.
 
     Nothing is tied, if the weights there hold apart what it ties; and keys by which configurations said the same before
-    transformers 5 stand beside those of today (seen in mlx-lm 0.32: without `rope_theta` it takes its own default).
+    transformers 5 stand beside those of today (seen in mlx-lm 0.32: without `rope_theta` it takes its own default). No
+    configuration there names code (`auto_map`), which is not copied: with `trust_remote_code` it would be looked for.
     """
+    for file in sorted(out.glob("*config.json")):
+        with suppress(UserError):  # those that nothing reads may be damaged
+            settings = read_json(file, dict[str, Any])
+            if settings.pop("auto_map", None) is not None:
+                _write_json(file, settings)
     config, notes = read_json(out / "config.json", dict[str, Any]), tuple[str, ...]()
     sections = [section for section in (config, config.get("text_config")) if isinstance(section, dict)]
     for section in sections:

@@ -94,6 +94,10 @@ def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) 
     (base / "tokenizer.json").write_text("{}")
     (base / "chat_template.jinja").write_text("{{ messages }}")
     (base / "modeling_own.py").write_text("raise SystemExit")
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own", "AutoTokenizer": ["modeling_own.Own", None]}}
+    for name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((base / name).read_text()) if (base / name).is_file() else {}
+        (base / name).write_text(json.dumps(settings | own))
     run = write_run(tmp_path / "run", base, ADAPT["both"])
     merged = merge(run, tmp_path / "merged")
     assert difference_of_logits(run, merged) < TOLERANCE
@@ -101,8 +105,11 @@ def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) 
     assert {file.name for file in merged.iterdir()} == names | {"manifest.json", ".moetune"}
     assert len(list(merged.glob("model-*-of-*.safetensors"))) > 2
     for file in merged.iterdir():
-        if file.name not in ("manifest.json", ".moetune", "config.json") and file.suffix != ".safetensors":
+        if file.name.endswith("config.json"):
+            assert "auto_map" not in json.loads(file.read_text())
+        elif file.name not in ("manifest.json", ".moetune") and file.suffix != ".safetensors":
             assert file.read_bytes() == (base / file.name).read_bytes(), file.name
+    AutoModelForCausalLM.from_pretrained(merged, trust_remote_code=True)
     before, after = read_headers(base), read_headers(merged)
     assert {name: (t.file.name, t.offset) for name, t in before.items()} == {
         name: (t.file.name, t.offset) for name, t in after.items()
