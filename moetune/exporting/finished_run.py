@@ -74,6 +74,11 @@ def open_run(path: Path) -> FinishedRun:
     folder = RunFolder(path)
     path = folder.path
     checkpoint = folder.newest_whole(best=config.train.early_stopping is not None)
+    if checkpoint is None and (checkpoints := path.absolute().parent).name == folder.checkpoints_path.name:
+        raise UserError(
+            f"{str(path)!r} is a checkpoint; give its run, {str(checkpoints.parent)!r}. The newest is taken; for an "
+            "earlier one, move those after it out of the folder"
+        )
     if checkpoint is None:
         raise UserError(f"the run in {str(path)!r} has no checkpoint yet; train.save_every says when one is written")
     base = folder.base() if config.model.weights == "pretrained" else None

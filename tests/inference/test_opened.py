@@ -397,6 +397,8 @@ def test_eval_says_which_step_and_which_data(made: Path, moetune: Any) -> None:
     assert "data.jsonl, which the run trained on" in trained
     other = json.loads(moetune("eval", made / "model", "--data", made / "data.jsonl", "--json").out)
     assert (other["step"], other["held_out"]) == (None, None)
+    with pytest.raises(UserError, match=r"step-2' is a checkpoint; give its run, '.*run'"):
+        find(str(made / "run/checkpoints/step-2"))
 
 
 def test_a_pattern_that_never_ends(made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 Alpaca    {"instruction": .., "input": .., "output": ..}           in some files also "system" and "history"
 OpenOrca  {"system_prompt": .., "question": .., "response": ..}
+ms-swift  {"query": .., "response": ..}                            in some files also "system" and "history"
 ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  in some files also "system" and "tools"
 TRL       {"prompt": [messages], "completion": [messages]}
 xLAM      {"query": .., "tools": [..], "answers": [calls]}
@@ -39,8 +40,9 @@ _AS_ALPACA = (
     ("instruction", "context", "response"),
     ("question", "context", "answer"),
     ("question", "context", "response"),
+    ("query", "context", "response"),
 )
-"""Other names for Alpaca's (instruction, input, output): those of Dolly, of question-answer data, and of OpenOrca."""
+"""Other names for Alpaca's (instruction, input, output): of Dolly, question-answer data, OpenOrca, and ms-swift."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
 """Types of a message's parts in the formats of OpenAI and of Hugging Face's processors."""

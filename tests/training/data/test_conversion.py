@@ -40,6 +40,7 @@ def parts(*texts, type="text", **further):
         {"messages": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
         {"question": "hi", "response": "yes", "system_prompt": None},
         {"instruction": "hi", "context": "", "response": "yes", "category": "talk"},
+        {"query": "hi", "response": "yes"},
         {"question": "hi", "answer": "yes"},
         {"images": [], "chat_template_kwargs": {}, "label": 1, **PLAIN},
     ],
