@@ -379,33 +379,34 @@ class ExpertBank(nn.Module):
         `hidden_states` is [T, H]. `top_k_index` [T, K] holds expert ids if there is a dispatcher, else positions in
         `held`, which are the ids if this rank stores all experts.
         """
-        dispatcher, hooks = self.context.dispatcher, self.hooks
+        hooks, dispatcher, prefetcher = self.hooks, self.context.dispatcher, self.context.prefetcher
+        x_SH, weights, received, dense = hidden_states, top_k_weights, None, None
         if dispatcher is not None:
             received = dispatcher.dispatch(self.layer, hidden_states, top_k_index, top_k_weights, hooks)
             permutation = self.permutation(received.slots_S1, received.counts)
-            norms = self._norms(permutation.order[:, None])
-            ones = received.rows_SH.new_ones(len(received.rows_SH), 1)
-            output = self._run(received.rows_SH, ones, permutation, norms)
-            if hooks.norms is not None and norms is not None:
-                hooks.norms(self.layer, dispatcher.combine_norms(norms.flatten(), received))
-            return dispatcher.combine(output, received).to(hidden_states.dtype)
-        order, ends_E = sorted_positions(self._slots_of(top_k_index).flatten(), self.num_experts)
-        permutation = Permutation(order, None, top_k_index.shape[-1], ends_E)
-        if self.counts_rows(hidden_states.dtype):
-            read = reading(ends_E, self.slots, top_k_index.numel())
-            counts = hooks.count_rows(self.layer, top_k_index, self.num_experts, read)
-            permutation = Permutation(order, self._by_slot(counts), top_k_index.shape[-1])
-        norms, dense = self._norms(top_k_index), None
-        if self.context.dense is not None:
-            dense = self.context.dense.of(self.layer, top_k_index, top_k_weights)
-        output = self._run(hidden_states, top_k_weights, permutation, norms, dense)
+            x_SH, weights = received.rows_SH, received.rows_SH.new_ones(len(received.rows_SH), 1)
+        else:
+            order, ends_E = sorted_positions(self._slots_of(top_k_index).flatten(), self.num_experts)
+            permutation = Permutation(order, None, top_k_index.shape[-1], ends_E)
+            if self.counts_rows(hidden_states.dtype):
+                read = reading(ends_E, self.slots, top_k_index.numel())
+                counts = hooks.count_rows(self.layer, top_k_index, self.num_experts, read)
+                permutation = Permutation(order, self._by_slot(counts), top_k_index.shape[-1])
+            if self.context.dense is not None:
+                dense = self.context.dense.of(self.layer, top_k_index, top_k_weights)
+        norms = None
+        if hooks.norms is not None:
+            norms = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
+        keep_rows = self.layer in self.context.keep_rows and not hooks.recomputes
+        output = expert_mlp(self, x_SH, weights, permutation, keep_rows=keep_rows, norms=norms, dense_TE=dense)
+        if prefetcher is not None:
+            prefetcher.used(self.layer, again=output.requires_grad)
+        if dispatcher is not None and received is not None:
+            norms = None if norms is None else dispatcher.combine_norms(norms.flatten(), received)
+            output = dispatcher.combine(output, received).to(hidden_states.dtype)
         if hooks.norms is not None and norms is not None:
             hooks.norms(self.layer, norms)
         return output
-
-    def _norms(self, like: Tensor) -> Tensor | None:
-        """Return an uninitialized float32 tensor in the shape of `like`, or None if no norms hook is set."""
-        return None if self.hooks.norms is None else torch.empty(like.shape, dtype=torch.float32, device=like.device)
 
     def permutation(self, held_TK: Tensor, counts: list[int]) -> Permutation:
         """Return the permutation that sorts token rows by the slot of their expert.
@@ -424,25 +425,6 @@ class ExpertBank(nn.Module):
     def _by_slot(self, counts: list[int]) -> list[int]:
         """Return the counts of the experts in `held` in the order of their slots."""
         return [count for _, count in sorted(zip(self.slots, counts, strict=True))]
-
-    def _run(
-        self,
-        x_TH: Tensor,
-        weights_TK: Tensor,
-        permutation: Permutation,
-        norms: Tensor | None = None,
-        dense_TE: Tensor | None = None,
-    ) -> Tensor:
-        """Run `expert_mlp`, to which the arguments are passed on; return its output [T, H].
-
-        Then tell the prefetcher, if there is one, that the layer's forward pass is done.
-        """
-        prefetcher = self.context.prefetcher
-        keep_rows = self.layer in self.context.keep_rows and not self.hooks.recomputes
-        output = expert_mlp(self, x_TH, weights_TK, permutation, keep_rows=keep_rows, norms=norms, dense_TE=dense_TE)
-        if prefetcher is not None:
-            prefetcher.used(self.gate_up, again=output.requires_grad)
-        return output
 
     def extra_repr(self) -> str:
         lora = f", LoRA r{self.plan.lora.rank} on {len(self.plan.lora.ids)}" if self.plan.lora else ""

@@ -168,8 +168,8 @@ class ExpertPrefetcher:
     """Copies the experts' buffers from host memory to `device`, one layer in advance.
 
     A layer is a decoder layer, known by its index (`number`). While one computes, the next is copied: in forward the
-    registered layer with the next larger number, in backward the preceding one that gradients reach. At most two layers
-    are on the device at a time, and none between steps.
+    registered layer with the next larger number, in backward the preceding one that gradients have reached before. At
+    most two layers are on the device at a time, and none between steps.
 
     Attributes:
         carried: numbers of layers that besides stay from a backward pass to the next forward pass; may be changed.
@@ -182,7 +182,7 @@ class ExpertPrefetcher:
         self._copies = CopyStream(device)
         self._on_device: dict[int, AsyncCopy] = {}
         self._at: tuple[int, bool] | None = None  # (number of the layer in use, whether in backward)
-        self._backward_of: list[int] = []  # layers whose backward has not run yet, in order of forward
+        self._reached: set[int] = set()  # layers whose output has required a gradient
         self._pass = NO_PASS
         self._is_shared = False
 
@@ -201,28 +201,20 @@ class ExpertPrefetcher:
         The tensors are valid until `bring` is called for another layer.
         """
         number, in_backward = self._number[module], backward_pass() != NO_PASS
-        if self._at != (number, in_backward):
+        if self._at != (number, in_backward) or number not in self._on_device:
             self._go_to(number, in_backward)
         copies = iter(self._on_device[number].copies)
         return {name: copy for (owner, name), copy in zip(self._names(number), copies, strict=True) if owner is module}
 
-    def used(self, module: nn.Module, *, again: bool) -> None:
-        """Report that the forward pass of the layer that holds `module` is done; does nothing during a backward pass.
+    def used(self, number: int, *, again: bool) -> None:
+        """Report that a forward pass of layer `number` is done.
 
         `again` says whether a backward pass will need the layer; if not, its copies on the device are freed.
         """
-        number = self._number[module]
-        if backward_pass() != NO_PASS:
-            return  # activation checkpointing recomputes this layer; backward needs it next
-        if not again:
-            if not self._is_shared:
-                self._free(number)
-            return
-        if self._backward_of[-1:] == [number]:
-            return  # another micro-batch has used it
-        if self._backward_of and self._backward_of[-1] > number:
-            self._backward_of.clear()  # they are left from a forward pass without backward
-        self._backward_of.append(number)
+        if again:
+            self._reached.add(number)
+        elif not self._is_shared:
+            self._on_device.pop(number, None)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -233,37 +225,29 @@ class ExpertPrefetcher:
             yield
         finally:
             self._is_shared = False
-            self.free({*self._backward_of})
+            self.free(self._reached)
 
-    def free(self, but: Collection[int] = ()) -> None:
+    def free(self, but: Collection[int | None] = ()) -> None:
         """Free the copies on the device, but those of some layers."""
         for number in self._on_device.keys() - {*but}:
-            self._free(number)
+            del self._on_device[number]
 
     def _go_to(self, number: int, in_backward: bool) -> None:
         """Make layer `number` current: free layers that are no longer needed, and copy this one and the next."""
         following = next((later for later in self._layers if later > number), None)
         if in_backward:
-            if number in self._backward_of:
-                del self._backward_of[self._backward_of.index(number) :]
-            following = self._backward_of[-1] if self._backward_of else None
+            following = max((before for before in self._reached if before < number), default=None)
             if self._pass != backward_pass():
                 self._pass = backward_pass()
                 after_backward(lambda: self.free(but=self.carried))
-        carried = {layer for layer in self.carried if in_backward or layer > number}
-        for other in self._on_device.keys() - {number, following} - carried:
-            self._free(other)  # before memory is allocated, so that there are never three layers
+        carried = (layer for layer in self.carried if in_backward or layer > number)
+        self.free({number, following, *carried})  # before memory is allocated, so that there are never three layers
         for layer in (number, following):
             if layer is not None and layer not in self._on_device:
                 buffers = (module.get_buffer(name) for module, name in self._names(layer))
                 self._on_device[layer] = self._copies.to_device(buffers)
         self._on_device[number].wait()
         self._at = number, in_backward  # not before: memory may have run out while it was copied
-
-    def _free(self, number: int) -> None:
-        self._on_device.pop(number, None)
-        if self._at is not None and self._at[0] == number:
-            self._at = None
 
     def _names(self, number: int) -> list[tuple[nn.Module, str]]:
         """Return (module, buffer name) of each buffer of a layer, in the order in which they are copied."""

@@ -93,26 +93,11 @@ def expert_mlp(
     )
     with torch.no_grad():
         kept = rows if keep_rows and y_TH.requires_grad else None
-        _fill(experts, permutation, groups, x_TH, weights_TK, y_TH, kept, norms)
+        tokens = TokenRows(x_TH, y_TH, permutation, groups, weights_TK.flatten())
+        for group in _announced(experts, permutation.groups(groups), keeps=kept is not None):
+            _add_group(experts, group, tokens, kept, norms)
+        tokens.finish()
     return y_TH
-
-
-def _fill(
-    experts: ExpertWeights,
-    permutation: Permutation,
-    groups: list[range],
-    x_TH: Tensor,
-    weights_TK: Tensor,
-    y_TH: Tensor,
-    kept: list[Tensor] | None,
-    norms: Tensor | None,
-) -> None:
-    """Compute y into `y_TH`. Unless they are None, append the gate_up rows [N, O] of each group to `kept`, and write
-    the L2 norms of the experts' outputs to `norms` [T, K]."""
-    tokens = TokenRows(x_TH, y_TH, permutation, groups, weights_TK.flatten())
-    for group in _announced(experts, permutation.groups(groups), keeps=kept is not None):
-        _add_group(experts, group, tokens, kept, norms)
-    tokens.finish()
 
 
 def _add_group(

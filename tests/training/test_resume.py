@@ -34,15 +34,15 @@ MOMENTS: dict[str, Moment] = {
     "run file not renamed": ("os.fsync", 2, "after"),
     "base not noted": ("moetune.training.folder.run_writer.write_whole", 2, "before"),
     "no metrics file": ("moetune.training.folder.run_writer.write_whole", 4, "before"),
-    "before the first checkpoint": ("moetune.training.step.stepper.micro_step", 4, "before"),
+    "before the first checkpoint": ("moetune.training.step.stepper.forward_pass", 4, "before"),
     "within the first checkpoint": ("moetune.training.folder.checkpoint.save_file", 1, "after"),
     "a checkpoint complete but for its name": ("moetune.training.folder.run_writer.publish", 1, "before"),
     "just after a checkpoint": ("moetune.training.folder.run_writer.publish", 1, "after"),
-    "between checkpoints, mid-step": ("moetune.training.step.stepper.micro_step", 9, "before"),
+    "between checkpoints, mid-step": ("moetune.training.step.stepper.forward_pass", 9, "before"),
     "within a line of metrics": ("moetune.training.folder.run_writer.RunWriter.append_metrics", 6, "within"),
     "within the second checkpoint": ("moetune.training.folder.checkpoint.dcp.save", 2, "after"),
     "an old checkpoint half removed": ("moetune.atomic.shutil.rmtree", 1, "before"),
-    "after the epoch's end": ("moetune.training.step.stepper.micro_step", 13, "before"),
+    "after the epoch's end": ("moetune.training.step.stepper.forward_pass", 13, "before"),
 }
 # Eight steps of two micro-batches; the data end after four steps, of which the last has one micro-batch. Logging,
 # evaluation and checkpoints come at different steps. The model draws random numbers at every step.
@@ -201,7 +201,7 @@ def test_other_runs_killed_and_resumed(other: str, noisy_model: Path, small_data
     reference = small.run_file(noisy_model, small_data, tmp_path / "reference", adapt, **sections)
     in_process(reference)
     run = elsewhere(reference, tmp_path / "run")
-    in_process(run, moment=("moetune.training.step.stepper.micro_step", 9, "before"))
+    in_process(run, moment=("moetune.training.step.stepper.forward_pass", 9, "before"))
     in_process(run, resume="auto")
     assert_same(run, reference)
 
@@ -214,7 +214,7 @@ def test_resumed_from_a_named_checkpoint(never_killed: dict[str, Any], tmp_path:
     in_process(
         run,
         resume=str(tmp_path / "run" / "checkpoints" / "step-3"),
-        moment=("moetune.training.step.stepper.micro_step", 1, "before"),
+        moment=("moetune.training.step.stepper.forward_pass", 1, "before"),
     )
     assert [path.name for path in RunFolder(tmp_path / "run").checkpoints()] == ["step-3"]
     assert [line["step"] for line in small.read_metrics(tmp_path / "run")] == [0, 2, 3]
@@ -264,7 +264,7 @@ ONE_FILE = "optimizer/shard-00001-model-00001-of-00001.safetensors"
 def at_step_3(never_killed: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was killed after its first checkpoint."""
     folder = tmp_path_factory.mktemp("killed") / "run"
-    in_process(elsewhere(never_killed, folder), moment=("moetune.training.step.stepper.micro_step", 9, "before"))
+    in_process(elsewhere(never_killed, folder), moment=("moetune.training.step.stepper.forward_pass", 9, "before"))
     return folder
 
 

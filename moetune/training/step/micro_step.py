@@ -1,6 +1,6 @@
 """Forward and backward of a micro-batch, with token loss and router losses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,24 +63,6 @@ def held_out_loss(
     `memory`: bytes that the logits of a chunk may take (None: all tokens in one chunk), or the chunks themselves.
     """
     return token_loss(model, batch, memory=memory), count_loss_tokens(batch)
-
-
-def micro_step(
-    model: PreTrainedModel,
-    batch: Batch,
-    total_tokens: Tensor | int,
-    watch: RouterWatch,
-    config: ResolvedTrain,
-    backward: Callable[[Tensor], None] = torch.Tensor.backward,
-    memory: int | Chunks | None = LEAST_LOSS_MEMORY,
-) -> MicroStep:
-    """Run the forward and backward pass of one micro-batch; gradients are left to autograd and its hooks.
-
-    Arguments are those of `forward_pass`; `backward` runs the backward pass of a scalar loss.
-    """
-    loss, done = forward_pass(model, batch, total_tokens, watch, config, memory)
-    backward(loss)
-    return done
 
 
 def forward_pass(

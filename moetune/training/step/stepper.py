@@ -34,7 +34,7 @@ from moetune.training.optim.zero import ZeroUpdater
 from moetune.training.step.batch import Batch
 from moetune.training.step.fused import FusedBackward
 from moetune.training.step.layer_by_layer import layer_by_layer
-from moetune.training.step.micro_step import MicroStep, count_loss_tokens, forward_pass, held_out_loss, micro_step
+from moetune.training.step.micro_step import MicroStep, count_loss_tokens, forward_pass, held_out_loss
 from moetune.training.step.observer import StepObserver
 from moetune.training.step.pipelined import Pipeline
 from moetune.training.step.router_bias import RouterBiases
@@ -105,46 +105,15 @@ class Stepper:
 
     # --- Forward and backward of each micro-batch -------------------------------------------------------------------
 
-    def micro_step(
-        self,
-        batch: Batch,
-        total_tokens: Tensor | int,
-        backward: Callable[[Tensor], None] = torch.Tensor.backward,
-        *,
-        last: bool = True,
-    ) -> MicroStep:
+    def micro_step(self, batch: Batch, total_tokens: Tensor | int, *, last: bool = True) -> MicroStep:
         """Run the forward and backward pass of a micro-batch; twice if the gradient norm must be known first.
 
         Args:
             total_tokens: predicted tokens of the whole step, over micro-batches and ranks.
-            backward: runs the backward pass of a scalar loss; DeepSpeed's engine replaces it.
             last: whether this is the last micro-batch of its step, after which the ranks' gradients are reduced.
         """
-        if self.engine is not None:
-            backward = partial(self.engine.backward, last=last)
         set_gradient_sync(self._stack, self.adapted.ranks, last=last)
-        memory = self.adapted.run.loss_memory
-        observed = partial(self._backward, backward=backward)
-        once = partial(
-            micro_step, self.adapted.model, batch, total_tokens, self.watch, self.config.train, observed, memory
-        )
-        return self._counted([once() if self.fused is None else self._fused_passes(self.fused, once)])[0]
-
-    def _backward(
-        self,
-        loss: Tensor,
-        backward: Callable[[Tensor], None] = torch.Tensor.backward,
-        losses: Sequence[Tensor] = (),
-    ) -> None:
-        """Run a backward pass, observed, of a loss that is first multiplied by the loss scale; `losses` are those of
-        which it is the sum."""
-        scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
-        with self.observer.backward(losses):
-            try:
-                backward(scaled)
-            except Exception:
-                _wait_for_autograd(scaled.detach())
-                raise
+        return self._run([batch], total_tokens, last=last)[0]
 
     def _counted(self, done: list[MicroStep]) -> list[MicroStep]:
         """Add the losses and the expert load of micro-steps to those of the step."""
@@ -163,21 +132,41 @@ class Stepper:
             total_tokens: predicted tokens of the whole step, over micro-batches and ranks.
         """
         if self._pipeline is None:
-            once = partial(self._layer_by_layer, batches, total_tokens)
-            return self._counted(once() if self.fused is None else self._fused_passes(self.fused, once))
+            return self._run(batches, total_tokens, last=True)
         memory = self.adapted.run.loss_memory
         return self._counted(self._pipeline.run(batches, total_tokens, memory, self.observer.backward, self._scale))
 
-    def _layer_by_layer(self, batches: Sequence[Batch], total_tokens: Tensor | int) -> list[MicroStep]:
-        """Run the forward passes of micro-batches layer by layer, and one backward pass of all losses."""
+    def _run(self, batches: Sequence[Batch], total_tokens: Tensor | int, *, last: bool) -> list[MicroStep]:
+        """Run micro-batches, of which there is one unless `takes_all`; arguments are those of `micro_step`."""
+        once = partial(self._passes, batches, total_tokens, last=last)
+        return self._counted(once() if self.fused is None else self._fused_passes(self.fused, once))
+
+    def _passes(self, batches: Sequence[Batch], total_tokens: Tensor | int, *, last: bool) -> list[MicroStep]:
+        """Run forward passes, layer by layer if there are several, and one backward pass of the sum of their losses,
+        times the loss scale."""
         model, run, prefetcher = self.adapted.model, self.adapted.run, self.adapted.expert_context.prefetcher
         forwards = [
             partial(forward_pass, model, batch, total_tokens, self.watch, self.config.train, run.loss_memory)
             for batch in batches
         ]
-        with nullcontext() if prefetcher is None else prefetcher.shared():
-            losses, done = zip(*layer_by_layer(model, forwards, self.observer.turn), strict=True)
-        self._backward(torch.stack(losses).sum(), losses=losses)
+        summands: tuple[Tensor, ...] = ()
+        done: Sequence[MicroStep]
+        if self.takes_all:
+            with nullcontext() if prefetcher is None else prefetcher.shared():
+                summands, done = zip(*layer_by_layer(model, forwards, self.observer.turn), strict=True)
+            loss = torch.stack(summands).sum()
+        else:
+            loss, *done = forwards[0]()
+        scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
+        with self.observer.backward(summands):
+            try:
+                if self.engine is None:
+                    scaled.backward()
+                else:
+                    self.engine.backward(scaled, last=last)
+            except Exception:
+                _wait_for_autograd(scaled.detach())
+                raise
         return list(done)
 
     @torch.no_grad()

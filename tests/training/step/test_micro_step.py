@@ -12,7 +12,7 @@ from moetune.config.schema import RunConfig
 from moetune.training.data.load import load_data
 from moetune.training.step.batch import Batch, collate
 from moetune.training.step.loss import IGNORED
-from moetune.training.step.micro_step import count_loss_tokens, micro_step, token_loss
+from moetune.training.step.micro_step import count_loss_tokens, forward_pass, token_loss
 from moetune.training.step.router_losses import RouterWatch
 from tests import small
 from tests.resolved import build
@@ -31,7 +31,11 @@ def step(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Gradients of one step, its loss, and the expert load."""
     total = sum(int(count_loss_tokens(batch)) for batch in batches)
-    done = [micro_step(adapted.model, batch, total, watch, config.train) for batch in batches]
+    done = []
+    for batch in batches:
+        loss, micro = forward_pass(adapted.model, batch, total, watch, config.train)
+        loss.backward()
+        done.append(micro)
     load = {layer: torch.stack([micro.load[layer] for micro in done]).sum(0) for layer in done[0].load}
     return torch.stack([micro.loss for micro in done]).sum(), load
 

@@ -16,7 +16,7 @@ from moetune.errors import UserError
 from moetune.run.resolve import resolve
 from moetune.training.step import router_losses
 from moetune.training.step.batch import Batch, collate
-from moetune.training.step.micro_step import micro_step, token_loss
+from moetune.training.step.micro_step import forward_pass, token_loss
 from moetune.training.step.router_losses import RouterWatch, losses_of
 from tests import small
 from tests.reference import build_toy, plain_model, plain_weights, run_config
@@ -85,7 +85,7 @@ def test_a_loss_adds_its_own_gradient(key: str, which: int, checkpointing: str, 
     for coefficient in (0.0, 0.5):
         adapted = built(small_model, checkpointing=checkpointing, **{key: coefficient})
         config = small.run_config(small_model, Path(), Path(), train={key: coefficient})
-        micro_step(adapted.model, batch, 2 * 19, RouterWatch(adapted), config.train)
+        forward_pass(adapted.model, batch, 2 * 19, RouterWatch(adapted), config.train)[0].backward()
         gradients.append({name: p.grad for name, p in adapted.trainable().items() if p.grad is not None})
     adapted = built(small_model, checkpointing=checkpointing)
     loss = watched(adapted, batch)[which]
@@ -116,7 +116,7 @@ def test_padding_of_packed_sequences_does_not_count(small_model: Path) -> None:
     results = []
     for row in (alone, padded):
         adapted = built(small_model, **settings)
-        done = micro_step(adapted.model, collate([row], PAD), 23, RouterWatch(adapted), config.train)
+        _, done = forward_pass(adapted.model, collate([row], PAD), 23, RouterWatch(adapted), config.train)
         results.append((done.loss, done.router_loss, done.load))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
