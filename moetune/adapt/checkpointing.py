@@ -270,21 +270,14 @@ _REPLAY: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
 # --- Inputs that wait on the host ---------------------------------------------------------------------------------
 
 
-class _KeptInput:
-    """A layer's input in host memory (`left`), and shortly before the recomputation its copy on the device (`back`)."""
-
-    def __init__(self, left: AsyncCopy) -> None:
-        self.left = left
-        self.back: AsyncCopy | None = None
-
-
 class InputsOnHost:
     """Checkpoints layers with their inputs in host memory. An input is copied to the host in the forward pass, and back
     in the backward pass while the layer above it runs its own. `contexts` is a `context_fn` of torch's checkpoint."""
 
     def __init__(self, device: torch.device, contexts: Callable[[], tuple[Any, Any]]) -> None:
         self._out, self._back, self._contexts = CopyStream(device), CopyStream(device), contexts
-        self._kept: list[weakref.ref[_KeptInput]] = []  # in forward order; dead once their graph is freed
+        self._kept: list[weakref.ref[AsyncCopy]] = []  # in forward order; dead once their graph is freed
+        self._arriving = weakref.WeakKeyDictionary[AsyncCopy, AsyncCopy]()  # input on the host -> copy on the device
 
     def checkpoint(self, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
         """Replace `torch.utils.checkpoint.checkpoint`, for layers whose first argument is the hidden states.
@@ -298,16 +291,15 @@ class InputsOnHost:
         left: list[AsyncCopy] = []
         storage = id(hidden.untyped_storage())  # an id, because the graph would keep any tensor that `pack` refers to
 
-        def pack(tensor: Tensor) -> Tensor | _KeptInput:
+        def pack(tensor: Tensor) -> Tensor | AsyncCopy:
             if id(tensor.untyped_storage()) != storage:
                 return tensor  # for example a mask, which all layers share
-            kept = _KeptInput(self._out.to_host(tensor))
-            left.append(kept.left)
-            self._kept = [*(ref for ref in self._kept if ref() is not None), weakref.ref(kept)]
-            return kept
+            left.append(self._out.to_host(tensor))
+            self._kept = [*(ref for ref in self._kept if ref() is not None), weakref.ref(left[-1])]
+            return left[-1]
 
-        def unpack(packed: Tensor | _KeptInput) -> Tensor:
-            return self._bring(packed) if isinstance(packed, _KeptInput) else packed
+        def unpack(packed: Tensor | AsyncCopy) -> Tensor:
+            return self._bring(packed) if isinstance(packed, AsyncCopy) else packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = recomputed(hidden, *args)
@@ -315,18 +307,16 @@ class InputsOnHost:
             copy.wait()  # the input may be freed after this layer, but not before it is copied
         return output
 
-    def _bring(self, kept: _KeptInput) -> Tensor:
+    def _bring(self, kept: AsyncCopy) -> Tensor:
         """Return an input on the device, and start copying the input of the layer before, which backward needs next."""
-        before: _KeptInput | None = None
+        before: AsyncCopy | None = None
         while self._kept:
             last = self._kept.pop()()
             if last is kept:
                 before = next((alive for ref in reversed(self._kept) if (alive := ref()) is not None), None)
                 break
         for waiting in (kept, before):
-            if waiting is not None and waiting.back is None:
-                waiting.back = self._back.to_device(waiting.left.copies)
-        assert kept.back is not None
-        (tensor,) = kept.back.wait()
-        kept.back = None
+            if waiting is not None and waiting not in self._arriving:
+                self._arriving[waiting] = self._back.to_device(waiting.copies)
+        (tensor,) = self._arriving.pop(kept).wait()
         return tensor

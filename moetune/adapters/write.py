@@ -216,13 +216,11 @@ def _shared_outer(tensors: Mapping[str, Tensor], adapter: Adapter, base: Adapter
         for role, leaf in names.roles.items():
             outer, inner = ("B", "A") if role == DOWN else ("A", "B")
             every = [f"{names.of(expert, role)}.lora_" for expert in range(base.layers[path].shape.num_experts)]
-            trained = [name for name in every if tensors[f"{name}{inner}.weight"].any()] or every[:1]
-            first = tensors[f"{trained[0]}{outer}.weight"]
-            if not all(tensors[f"{name}{outer}.weight"].equal(first) for name in trained):
+            pairs = [(once.pop(f"{name}{outer}.weight"), tensors[f"{name}{inner}.weight"]) for name in every]
+            trained = [factor for factor, other in pairs if other.any()] or [pairs[0][0]]
+            if not all(factor.equal(trained[0]) for factor in trained):
                 return None
-            for name in every:
-                del once[f"{name}{outer}.weight"]
-            once[f"{names.prefix}.{leaf}.lora_{outer}.weight"] = first[None]
+            once[f"{names.prefix}.{leaf}.lora_{outer}.weight"] = trained[0][None]
             most = max(most, len(trained))
     return once if most > 1 else None
 

@@ -25,7 +25,9 @@ from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.rounding import Rounding
 from moetune.kernels.grouped import is_in_triton, reads_ends
 from moetune.kernels.routing import sorted_positions
-from moetune.models.moe import ExpertShape
+from moetune.models.moe import ExpertShape, MoeLayer
+from moetune.models.selection import Selection
+from moetune.run.dtypes import DTYPES
 
 MOST_AT_ONCE = 2**31 - 1  # weights in one dequantization: bitsandbytes counts them in 32 bits
 
@@ -49,6 +51,15 @@ class LoraPlan:
     split: bool = False
     dtype: torch.dtype = torch.float32
     shared: bool = False
+
+    @classmethod
+    def of(cls, selection: Selection, layer: MoeLayer) -> "LoraPlan | None":
+        """Return which experts of a layer get LoRA, and how; None if none does."""
+        lora, ids = selection.lora, selection.lora_experts.get(layer.index, ())
+        if lora is None or not ids:
+            return None
+        rank, shared = selection.ranks[layer.experts], lora.share == "outer"
+        return cls(ids, rank, lora.plain_alpha(rank), lora.gate_up == "split", DTYPES[lora.dtype], shared)
 
 
 @dataclass(frozen=True)
@@ -413,7 +424,8 @@ class ExpertBank(nn.Module):
 
         `held_TK` are the chosen experts as positions in `held`; `counts` says how often each position occurs.
         """
-        return Permutation.of(self._slots_of(held_TK), self._by_slot(counts))
+        order, _ = sorted_positions(self._slots_of(held_TK).flatten(), self.num_experts)
+        return Permutation(order, self._by_slot(counts), held_TK.shape[-1])
 
     def _slots_of(self, held_TK: Tensor) -> Tensor:
         """Return the slots [T, K] of experts given as positions in `held`."""

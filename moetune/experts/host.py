@@ -183,7 +183,6 @@ class ExpertPrefetcher:
         self._on_device: dict[int, AsyncCopy] = {}
         self._at: tuple[int, bool] | None = None  # (number of the layer in use, whether in backward)
         self._reached: set[int] = set()  # layers whose output has required a gradient
-        self._pass = NO_PASS
         self._is_shared = False
 
     def add_layer(self, number: int, modules: Sequence[nn.Module]) -> None:
@@ -237,9 +236,7 @@ class ExpertPrefetcher:
         following = next((later for later in self._layers if later > number), None)
         if in_backward:
             following = max((before for before in self._reached if before < number), default=None)
-            if self._pass != backward_pass():
-                self._pass = backward_pass()
-                after_backward(lambda: self.free(but=self.carried))
+            after_backward(lambda: self.free(but=self.carried))
         carried = (layer for layer in self.carried if in_backward or layer > number)
         self.free({number, following, *carried})  # before memory is allocated, so that there are never three layers
         for layer in (number, following):

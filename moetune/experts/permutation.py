@@ -13,7 +13,6 @@ from torch import Tensor
 
 from moetune.kernels import operators as kernels
 from moetune.kernels.grouped import GroupedGemm
-from moetune.kernels.routing import sorted_positions
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,6 @@ class Permutation:
     counts: list[int] | None
     top_k: int
     ends: Tensor | None = None
-
-    @classmethod
-    def of(cls, slots_TK: Tensor, counts: list[int]) -> "Permutation":
-        """Sort the chosen slots [T, K]; `counts` says how often each slot occurs."""
-        return cls(sorted_positions(slots_TK.flatten(), len(counts))[0], counts, slots_TK.shape[-1])
 
     def groups(self, slots: Iterable[range]) -> Iterator[RowGroup]:
         """Yield a `RowGroup` for each range of slots that has at least one row."""

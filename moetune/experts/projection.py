@@ -232,46 +232,36 @@ class Projection:
         `weights` is the result of `self.weights()`, if the caller has it already. The result is written to `into`
         [N, out], if given, else to a new tensor, and returned.
         """
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self._joins(gemm):
-            matrices = (self.weights() if weights is None else weights).mT
-            out = self._joined(x, matrices, gemm, into, backward=False)
-            return out if bias is None else out.add_(gemm.of_rows(bias, len(out)))
-        # dequantized weights have no name here: they are freed before the low-rank terms are computed
-        out = gemm.linear(x, self.weights() if weights is None else weights, bias)
-        return self._with_low_rank(out, x, gemm, into, backward=False)
+        return self._product(x, gemm, weights, into, backward=False)
 
     def grad_input(
         self, dout: Tensor, gemm: GroupedGemm, weights: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
         """Return the gradient [N, in] of the input rows, from `dout` [N, out]; other arguments as in `forward`."""
-        if self._joins(gemm):
-            return self._joined(dout, self.weights() if weights is None else weights, gemm, into, backward=True)
-        dx = gemm.mm(dout, self.weights() if weights is None else weights)
-        return self._with_low_rank(dx, dout, gemm, into, backward=True)
+        return self._product(dout, gemm, weights, into, backward=True)
 
-    def _joins(self, gemm: GroupedGemm) -> bool:
-        """Return whether one kernel computes the product with W and adds the low-rank terms; never for one expert."""
+    def _product(
+        self, rows: Tensor, gemm: GroupedGemm, weights: Tensor | None, into: Tensor | None, *, backward: bool
+    ) -> Tensor:
+        """Return the product with W, or in `backward` with Wᵀ, plus the low-rank terms; in groups of several experts by
+        one kernel, if it can join them."""
+        bias = None if backward or self.bias is None else self.bias.to(rows.dtype)
         low_rank = self.low_rank
-        return low_rank is not None and low_rank.is_joined and not low_rank.is_merged and gemm.ends is not None
-
-    def _joined(
-        self, rows: Tensor, matrices: Tensor, gemm: GroupedGemm, into: Tensor | None, *, backward: bool
-    ) -> Tensor:
-        """Return the product with W and the low-rank terms, computed by one kernel."""
-        assert self.low_rank is not None
-        out = rows.new_empty(rows.shape[0], matrices.shape[2]) if into is None else into
-        self.low_rank.join(rows, matrices, out, gemm, backward=backward)
-        return out
-
-    def _with_low_rank(
-        self, base: Tensor, rows: Tensor, gemm: GroupedGemm, into: Tensor | None, *, backward: bool
-    ) -> Tensor:
-        """Add the low-rank terms, if any, to the product `base` of the rows with W; return `into` or else `base`."""
-        if self.low_rank is None or self.low_rank.is_merged:
-            return base if into is None else into.copy_(base)
-        into = base if into is None else into
-        self.low_rank.add(base, into, rows, gemm, backward=backward)
+        if low_rank is not None and low_rank.is_joined and not low_rank.is_merged and gemm.ends is not None:
+            matrices = self.weights() if weights is None else weights
+            matrices = matrices if backward else matrices.mT
+            out = rows.new_empty(rows.shape[0], matrices.shape[2]) if into is None else into
+            low_rank.join(rows, matrices, out, gemm, backward=backward)
+            return out if bias is None else out.add_(gemm.of_rows(bias, len(out)))
+        # dequantized weights have no name here: they are freed before the low-rank terms are computed
+        if backward:
+            out = gemm.mm(rows, self.weights() if weights is None else weights)
+        else:
+            out = gemm.linear(rows, self.weights() if weights is None else weights, bias)
+        if low_rank is None or low_rank.is_merged:
+            return out if into is None else into.copy_(out)
+        into = out if into is None else into
+        low_rank.add(out, into, rows, gemm, backward=backward)
         return into
 
     def add_gradients(

@@ -10,6 +10,7 @@ from moetune.config.resolved import ResolvedAdapt, ResolvedLora
 from moetune.config.schema import ExpertsConfig, LoraConfig
 from moetune.errors import first_of, suggest
 from moetune.models.components import COMPONENTS, Component
+from moetune.models.moe import MoeLayer
 from moetune.models.structure import ModelStructure, ParameterInfo
 
 
@@ -34,6 +35,14 @@ class Selection:
     ranks: Mapping[str, int]
     lora: LoraConfig | None
     left_out: tuple[str, ...] = ()
+
+    def trained_parameters(self, layer: MoeLayer) -> dict[int, int]:
+        """Return id -> number of trained parameters, for the experts of a layer that train, in full or by factors of
+        their own."""
+        rank, numbers = self.ranks.get(layer.experts), dict[int, int]()
+        for ids, lora in ((self.experts, None), (self.lora_experts, self.lora)):
+            numbers |= dict.fromkeys(ids.get(layer.index, ()), layer.shape.trained_parameters(lora, rank))
+        return numbers
 
     def within(self, rest: ModelStructure) -> "Selection":
         """Return what is selected of `rest`, the structure of a part of the model."""

@@ -55,27 +55,28 @@ def _choices(run: ResolvedRun) -> list[ResolvedRun]:
     for the time that they save; then the experts' rows; then the rest of a layer. The last layers come first, because
     they are the first in backward, so their bytes are freed before other layers are recomputed.
     """
-    choices = [run.settled_as(None)]
-    sizes = _expert_memories(run) if run.config.train.expert_memory == "auto" else []
+    train, choices = run.config.train, [run.settled_as(None)]
+    sizes = _expert_memories(run) if train.expert_memory == "auto" else []
     if sizes:
-        choices = [choices[0].with_expert_memory(sizes[0])]
-    if _copies_anew(run) and not any(layer_by_layer_problems(run)):
-        choices.append(choices[0].running_layer_by_layer())
-    choices += [choices[-1].with_expert_memory(size) for size in sizes[1:]]
-    if not is_open(run.config.train):
+        choices = [choices[0].but(train={"expert_memory": sizes[0]})]
+    copies_anew = run.config.model.experts_on == "host" and train.accumulate > 1
+    if train.layer_by_layer == "auto" and copies_anew and not any(layer_by_layer_problems(run)):
+        choices.append(choices[0].but(train={"layer_by_layer": True}))
+    choices += [choices[-1].but(train={"expert_memory": size}) for size in sizes[1:]]
+    if not is_open(train):
         return choices
-    last = choices[-1]
-    most = run.running_layer_by_layer(last.layer_by_layer).with_expert_memory(last.config.train.expert_memory)
+    last = choices[-1].config.train
+    most = run.but(train={"layer_by_layer": last.layer_by_layer, "expert_memory": last.expert_memory})
     layers = list(range(run.structure.num_layers))
     of_experts = [layer.index for layer in run.structure.moe_layers]
-    if isinstance(run.config.train.checkpointing, KeptConfig):
+    if isinstance(train.checkpointing, KeptConfig):
         stays = dict(run.keeps)
         for layer in reversed([layer for layer, kept in run.keeps.items() if "host" in kept]):
             stays[layer] = stays[layer] - {"host"}
             choices.append(most.keeping(stays))
         return choices
     steps: list[tuple[Keepable, list[int]]] = [("rows", of_experts)]
-    if run.config.train.checkpointing == "auto":
+    if train.checkpointing == "auto":
         steps = [("attention", layers), *steps, ("rest", layers)]
     kept = dict[int, Kept]()
     for name, where in steps:
@@ -83,12 +84,6 @@ def _choices(run: ResolvedRun) -> list[ResolvedRun]:
             kept = {**kept, layer: kept.get(layer, NOTHING) | {name}}
             choices.append(most.keeping(kept))
     return choices
-
-
-def _copies_anew(run: ResolvedRun) -> bool:
-    """Return whether every micro-batch copies the experts to the GPU, which `layer_by_layer: auto` may change."""
-    train = run.config.train
-    return train.layer_by_layer == "auto" and run.config.model.experts_on == "host" and train.accumulate > 1
 
 
 def _expert_memories(run: ResolvedRun) -> list[str]:
@@ -132,9 +127,7 @@ def settled_on(run: ResolvedRun, device: torch.device, before: TrainConfig | Non
         before: the settings before the run was interrupted, which it takes again if they surely fit.
     """
     as_before = run.settled_as(before)
-    if device.type == "cpu" or not (
-        is_open(run.config.train) or run.config.train.expert_memory == "auto" or _copies_anew(run)
-    ):
+    if device.type == "cpu" or len(_choices(run)) == 1:
         return as_before
     gpu = None if run.config.hardware.names else catalog_name(device)
     try:

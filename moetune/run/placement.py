@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moetune.errors import UserError
-from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
 
@@ -54,7 +53,8 @@ def balance_experts(
     placement: dict[int, tuple[tuple[int, ...], ...]] = {}
     for layer in structure.moe_layers:
         count = layer.shape.num_experts
-        weights = _trained_parameters(layer, selection)
+        trained = selection.trained_parameters(layer)
+        weights = [trained.get(expert, 0) for expert in range(count)]
         tokens = [float(x) for x in (load or {}).get(layer.index, [1.0] * count)]
         if len(tokens) != count:
             raise UserError(f"parallel.load: has {len(tokens)} experts for layer {layer.index}, which has {count}")
@@ -72,13 +72,3 @@ def balance_experts(
                 load_so_far[rank] += tokens[expert]
         placement[layer.index] = tuple(tuple(sorted(ids)) for ids in held)
     return placement
-
-
-def _trained_parameters(layer: MoeLayer, selection: Selection) -> list[int]:
-    """Return the number of trained parameters of each expert of a layer."""
-    counts = [0] * layer.shape.num_experts
-    for expert in selection.lora_experts.get(layer.index, ()):
-        counts[expert] = layer.shape.trained_parameters(selection.lora, selection.ranks.get(layer.experts))
-    for expert in selection.experts.get(layer.index, ()):
-        counts[expert] = layer.shape.parameters_per_expert
-    return counts

@@ -4,7 +4,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -209,28 +208,21 @@ class Loop:
         tokens = self.ranks.total_over_data(torch.tensor(predicted, device=self.device))
         size, sums = self.micro_batch, Sums()
         parts = [(rows[at : at + size], counts) for rows, counts in batches for at in range(0, len(rows), size)]
-        if self.stepper.takes_all:
-            self.where.step, self.where.micro_step, self.where.phase = self.step + 1, 0, "forward"
-            made = self._collated(parts, size)
-            for batch, done in zip(made, self.stepper.micro_steps([*map(self._on_device, made)], tokens), strict=True):
-                sums.add(done, batch["input_ids"].numel(), _unpadded(batch))
-            return sums
-        for number, (rows, counts) in enumerate(parts):
+        made = self._collated(parts, size)
+        together = [made] if self.stepper.takes_all else [[batch] for batch in made]
+        for number, given in enumerate(together):
             self.where.step, self.where.micro_step, self.where.phase = self.step + 1, number, "forward"
-            batch = self._batch(rows, counts)
-            done = self.stepper.micro_step(self._on_device(batch), tokens, last=number == len(parts) - 1)
-            sums.add(done, batch["input_ids"].numel(), _unpadded(batch))
+            last = number == len(together) - 1
+            results = self.stepper.micro_steps([*map(self._on_device, given)], tokens, last=last)
+            for batch, done in zip(given, results, strict=True):
+                sums.add(done, batch["input_ids"].numel(), _unpadded(batch))
         return sums
 
     def _collated(self, parts: list[tuple[list[Row], bool]], size: int) -> list[dict[str, Any]]:
-        """Return micro-batches that are given to the model together: of a pipeline as many as it needs."""
+        """Return the micro-batches of a step: of a pipeline as many as it needs."""
         if self.ranks.parallel.pp > 1:
             return collate_evenly(parts, size, self.config.train.accumulate, self.collate)
-        return [self._batch(rows, counts) for rows, counts in parts]
-
-    def _batch(self, rows: list[Row], counts: bool) -> dict[str, Any]:
-        batch = self.collate(rows)
-        return batch if counts else uncounted(batch)
+        return [self.collate(rows) if counts else uncounted(self.collate(rows)) for rows, counts in parts]
 
     def _on_device(self, batch: dict[str, Any]) -> Batch:
         return {name: x.to(self.device) if torch.is_tensor(x) else x for name, x in batch.items()}
@@ -261,8 +253,7 @@ class Loop:
         step."""
         train = self.config.train
         accumulate = train.accumulate * train.micro_batch // self.micro_batch
-        smaller = {"micro_batch": self.micro_batch, "accumulate": accumulate}
-        return replace(self.adapted.run, config=self.config.but(train=smaller))
+        return self.adapted.run.but(train={"micro_batch": self.micro_batch, "accumulate": accumulate})
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:

@@ -212,8 +212,6 @@ def _without_use(config: RunConfig, evaluates: bool) -> Iterator[str]:
     train, parallel = config.train, config.parallel
     if not evaluates and (train.eval_every != TrainConfig().eval_every or train.eval_micro_batch is not None):
         yield "nothing is held out, so nothing is evaluated (train.eval_every); set data.eval, or data.validation: 0.05"
-    if train.warmup >= train.steps:
-        yield f"train.warmup: {train.warmup} of {train.steps} steps, so the learning rate never reaches optimizer.lr"
     if parallel.load is not None and parallel.ep == 1:
         yield "parallel.load is not read: it balances experts over parallel.ep, which is 1"
     if (parallel.zero, parallel.reshard) != (3, True) and parallel.fsdp == 1:
@@ -226,12 +224,11 @@ def _is_enough(tokens_E: Tensor) -> bool:
 
 def _idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, int], int]:
     """Return the experts that train and received no token, as (layer, expert) -> number of trained parameters."""
-    idle, selection = {}, run.selection
+    idle = {}
     for layer in run.structure.moe_layers:
-        for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
-            for expert in ids.get(layer.index, ()):
-                if layer.index in load and not load[layer.index][expert]:
-                    idle[layer.index, expert] = layer.shape.trained_parameters(lora, selection.ranks.get(layer.experts))
+        for expert, number in run.selection.trained_parameters(layer).items():
+            if layer.index in load and not load[layer.index][expert]:
+                idle[layer.index, expert] = number
     return idle
 
 

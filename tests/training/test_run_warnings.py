@@ -61,7 +61,6 @@ def test_a_warmup_that_has_not_begun_is_none(configure: small.Configure, capsys:
         ({"train": {"eval_every": 2}}, "nothing is held out"),
         ({"train": {"eval_micro_batch": 2}}, "nothing is held out"),
         ({"train": {"eval_every": 2}, "data": {"validation": 0.2}}, None),
-        ({"train": {"warmup": 9, "steps": 1}}, "train.warmup: 9 of 1 steps"),
         ({"parallel": {"load": "load.json"}}, "parallel.load is not read"),
         ({"parallel": {"zero": 2}}, "parallel.zero and reshard change nothing"),
         ({"parallel": {"reshard": False}}, "parallel.zero and reshard change nothing"),

@@ -38,8 +38,7 @@ class BankSizes:
     """Properties of an expert layer that decide its calls of operators, apart from the number of token rows.
 
     Attributes:
-        lora: ids of the experts with LoRA; `rank` and `split` are as in `LoraPlan`, `lora_dtype` is its `dtype`, and
-            `share` is "outer" where they are shared.
+        lora: LoRA of the layer; None without.
         trained: number of experts that train in full, the last ones; all others are frozen without LoRA.
         storage, double_quant: as in `ExpertBank`.
         dtype: dtype of token rows.
@@ -49,10 +48,8 @@ class BankSizes:
     """
 
     shape: ExpertShape
-    lora: tuple[int, ...]
+    lora: LoraPlan | None
     trained: int
-    rank: int
-    split: bool
     storage: Storage
     double_quant: bool
     dtype: str
@@ -60,8 +57,6 @@ class BankSizes:
     expert_memory: int
     split_gate_up: bool
     gate: tuple[float, float] | None
-    lora_dtype: str = "fp32"
-    share: str = "none"
 
     def exercise(self, device: torch.device, tokens: int = TOKENS, bank: ExpertBank | None = None) -> None:
         """Give a bank of these sizes, a new one if none is given, random weights; run it forward and backward twice.
@@ -86,12 +81,8 @@ class BankSizes:
 
     def bank(self, device: torch.device) -> ExpertBank:
         """Return a bank of these sizes, whose weights have no values yet."""
-        shape, count, lora = self.shape, self.shape.num_experts, None
-        if self.lora:
-            lora = LoraPlan(
-                self.lora, self.rank, self.rank / 2, self.split, DTYPES[self.lora_dtype], self.share == "outer"
-            )
-        plan = BankPlan(tuple(range(count - self.trained, count)), lora)
+        shape, count = self.shape, self.shape.num_experts
+        plan = BankPlan(tuple(range(count - self.trained, count)), self.lora)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         context = ExpertContext(self.expert_memory, split_gate_up=self.split_gate_up, capability=capability)
         activation: Callable[[Tensor], Tensor] = partial(torch.narrow, dim=1, start=0, length=shape.intermediate)
@@ -233,20 +224,22 @@ def bank_samples(dtype: str, *, hidden: int = 192, intermediate: int = 144, rank
     variants."""
     shape = ExpertShape(5, hidden, intermediate, True, False, False, True)
     apart = replace(shape, has_bias=True, is_concatenated=False)
-    plain = BankSizes(shape, (0, 1, 2, 3, 4), 0, rank, True, "nf4", True, dtype, 3, 1 << 30, True, (1.0, 0.0))
-    mixed = replace(plain, lora=(0, 1, 2), trained=2)
+    split = LoraPlan((0, 1, 2, 3, 4), rank, rank / 2, split=True)
+    some, fused = replace(split, ids=(0, 1, 2)), replace(split, split=False)
+    plain = BankSizes(shape, split, 0, "nf4", True, dtype, 3, 1 << 30, True, (1.0, 0.0))
+    mixed = replace(plain, lora=some, trained=2)
     clamped = replace(plain, shape=apart, split_gate_up=False, gate=(1.702, 1.5))
     return (
         plain,
         mixed,
-        replace(mixed, double_quant=False, split=False, split_gate_up=False, expert_memory=0),
-        replace(clamped, split=False, expert_memory=0, storage="int8"),
+        replace(mixed, double_quant=False, lora=replace(some, split=False), split_gate_up=False, expert_memory=0),
+        replace(clamped, lora=fused, expert_memory=0, storage="int8"),
         replace(clamped, storage="fp8"),
         replace(plain, storage="nvfp4"),
         replace(plain, storage="mxfp4"),
         replace(plain, storage="int4-g32"),
-        replace(mixed, lora_dtype="bf16", share="outer"),
-        replace(clamped, split=False, share="outer"),
+        replace(mixed, lora=replace(some, dtype=torch.bfloat16, shared=True)),
+        replace(clamped, lora=replace(fused, shared=True)),
     )
 
 
@@ -282,8 +275,8 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
     config, selection, ep = run.config, run.selection, run.config.parallel.ep
     trained = selection.experts.get(layer.index, ())
     frozen = [expert for expert in range(layer.shape.num_experts) if expert not in trained]
-    with_lora = [frozen.index(expert) for expert in selection.lora_experts.get(layer.index, ())]
-    lora = selection.lora if with_lora else None
+    lora = LoraPlan.of(selection, layer)
+    with_lora = [] if lora is None else [frozen.index(expert) for expert in lora.ids]
     top_k = 1 if ep > 1 else layer.top_k  # each row that another rank sends has one expert
     counts, ids = [len(with_lora), len(trained), len(frozen) - len(with_lora)], tuple(with_lora)
     if ep > 1 or not with_lora or with_lora[-1] - with_lora[0] < len(with_lora):
@@ -292,10 +285,8 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
         ids = tuple(range(counts[0]))
     return BankSizes(
         shape=replace(layer.shape, num_experts=sum(counts), is_transposed=False),
-        lora=ids,
+        lora=replace(lora, ids=ids, alpha=lora.rank / 2) if lora is not None and ids else None,
         trained=counts[1],
-        rank=0 if lora is None else selection.ranks[layer.experts],
-        split=lora is not None and lora.gate_up == "split",
         storage=config.model.storage_of("experts", layer.index),
         double_quant=config.model.double_quant,
         dtype=config.model.dtype,
@@ -303,8 +294,6 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
         expert_memory=run.expert_memory,
         split_gate_up=run.model.gate_up_apart,
         gate=gate,
-        lora_dtype="fp32" if lora is None else lora.dtype,
-        share="none" if lora is None else lora.share,
     )
 
 

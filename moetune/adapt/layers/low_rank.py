@@ -7,6 +7,7 @@ layers need six and nine. x and A·x are kept for the backward pass.
 Shapes: p input features, q output features, r rank, N rows.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float
             return None
     if any(isinstance(tensor, DTensor) for tensor in (weight, A_rp, B_qr)):
         return None
-    return apply_function(_AdaptedLinear, base, x, A_rp, B_qr, scale)
+    return apply_function(_AdaptedLinear, bias, x, A_rp, B_qr, scale, partial(dequantized, base), base)
 
 
 def _alone(factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,34 +70,42 @@ def _alone(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _AdaptedLinear(torch.autograd.Function):
+    """The product with a frozen weight, which `weight(dtype)` returns, plus scale·B·A·x; without `base`, the layer that
+    has the weight, that contains scale·B·A already."""
+
     @staticmethod
-    def forward(ctx: Any, base: Any, x: Tensor, A_rp: Tensor, B_qr: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, bias: Any, x: Tensor, A_rp: Tensor, B_qr: Tensor, scale: float, weight: Any, base: Any = None
+    ) -> Tensor:
         # parameters, as all else that lives as long, are not saved: checkpointing takes as long as a launch for each
-        ctx.base, ctx.factors, ctx.scale = base, (A_rp, B_qr), scale
+        ctx.factors, ctx.scale, ctx.weight, ctx.adds = (A_rp, B_qr), scale, weight, base is not None
         x_Np = x.reshape(-1, x.shape[-1])
-        if x_Np.shape[0] <= FEW_ROWS:
+        if base is not None and x_Np.shape[0] <= FEW_ROWS:
             out = base(x)
         else:
-            bias = base._parameters["bias"]
-            out = nn.functional.linear(x, dequantized(base, x.dtype), None if bias is None else bias.to(x.dtype))
-        out_Nq, A, B = out.view(-1, out.shape[-1]), _alone(A_rp), _alone(B_qr)
-        xA_Nr = kernels.low_rank(x_Np, A[0], B[0], out_Nq, out_Nq, None, [x_Np.shape[0]], scale)
-        ctx.save_for_backward(x, xA_Nr)
+            out = nn.functional.linear(x, weight(x.dtype), None if bias is None else bias.to(x.dtype))
+        kept = [x]
+        if base is not None:
+            out_Nq, A, B = out.view(-1, out.shape[-1]), _alone(A_rp), _alone(B_qr)
+            kept.append(kernels.low_rank(x_Np, A[0], B[0], out_Nq, out_Nq, None, [x_Np.shape[0]], scale))
+        ctx.save_for_backward(*kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (x, xA_Nr), (A_rp, B_qr) = ctx.saved_tensors, ctx.factors
+        (x, *kept), (A_rp, B_qr) = ctx.saved_tensors, ctx.factors
         x_Np, dout_Nq = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
         rows: Any = None, [x_Np.shape[0]]
-        dx_Np = dout_Nq @ dequantized(ctx.base, dout.dtype) if ctx.needs_input_grad[1] else None
-        first, second = (None, None) if dx_Np is None else (_alone(A_rp)[1], dx_Np)
+        dx_Np = dout_Nq @ ctx.weight(dout.dtype) if ctx.needs_input_grad[1] else None
+        xA_Nr = kept[0] if kept else kernels.low_rank(x_Np, _alone(A_rp)[0], None, None, None, *rows, 1.0)
+        first, second = (None, None) if dx_Np is None or not ctx.adds else (_alone(A_rp)[1], dx_Np)
         dout_B_Nr = kernels.low_rank(dout_Nq, _alone(B_qr)[1], first, second, second, *rows, ctx.scale)
         dA_rp, dB_qr = torch.empty_like(A_rp), torch.empty_like(B_qr)
         gradients = [gradient.view(1, 1, *gradient.shape) for gradient in (dA_rp, dB_qr)]
         kernels.low_rank_gradients_(dout_B_Nr, x_Np, xA_Nr, dout_Nq, *gradients, None, None, *rows, ctx.scale)
-        return None, None if dx_Np is None else dx_Np.view(x.shape), dA_rp, dB_qr, None
+        dbias = dout_Nq.sum(0) if ctx.needs_input_grad[0] else None
+        return dbias, None if dx_Np is None else dx_Np.view(x.shape), dA_rp, dB_qr, None, None, None
 
 
 def merged(
@@ -120,32 +129,7 @@ def merged(
                 return base.stack.merged(slice(0, 1), dtype, rounding, merge_)[0]
             return rounding.rounded(map(plain, range(1)), 1, dtype, of_base=of_base)[0]
 
-    return apply_function(_MergedLinear, base.bias, x, A_rp, B_qr, scale, weight)
-
-
-class _MergedLinear(torch.autograd.Function):
-    """The product with a weight that `weight(dtype)` returns, and which contains scale·B·A."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Any, x: Tensor, A_rp: Tensor, B_qr: Tensor, scale: float, weight: Any) -> Tensor:
-        ctx.weight, ctx.factors, ctx.scale = weight, (A_rp, B_qr), scale
-        ctx.save_for_backward(x)
-        return nn.functional.linear(x, weight(x.dtype), None if bias is None else bias.to(x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), (A_rp, B_qr) = ctx.saved_tensors, ctx.factors
-        x_Np, dout_Nq = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
-        dx = (dout_Nq @ ctx.weight(dout.dtype)).view(x.shape) if ctx.needs_input_grad[1] else None
-        rows: Any = None, [x_Np.shape[0]]
-        xA_Nr = kernels.low_rank(x_Np, _alone(A_rp)[0], None, None, None, *rows, 1.0)
-        dB_Nr = kernels.low_rank(dout_Nq, _alone(B_qr)[1], None, None, None, *rows, 1.0)
-        dA_rp, dB_qr = torch.empty_like(A_rp), torch.empty_like(B_qr)
-        kernels.low_rank_gradients_(
-            dB_Nr, x_Np, xA_Nr, dout_Nq, dA_rp[None, None], dB_qr[None, None], None, None, *rows, ctx.scale
-        )
-        return dout_Nq.sum(0) if ctx.needs_input_grad[0] else None, dx, dA_rp, dB_qr, None, None
+    return apply_function(_AdaptedLinear, base.bias, x, A_rp, B_qr, scale, weight)
 
 
 def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:

@@ -91,16 +91,16 @@ class LoadTarget:
         for layer in self._moe_layers:
             if layer.experts in self.layers:
                 self.bank(layer.experts)
-            elif (plan := self._lora_plan(layer)) is not None:
+            elif (plan := LoraPlan.of(self._selection, layer)) is not None:
                 ExpertLora(plan, (), layer.shape, layer.shape.gate_up_rows, self.device)
 
     def bank(self, path: str) -> ExpertBank:
         """Return the bank with the experts of one layer that this rank holds; create it if there is none."""
         if path not in self.banks:
-            layer, plan = self.layers[path], self._lora_plan(self.layers[path])
+            layer, selection = self.layers[path], self._selection
             self.banks[path] = ExpertBank(
                 layer.shape,
-                BankPlan(self._selection.experts.get(layer.index, ()), plan),
+                BankPlan(selection.experts.get(layer.index, ()), LoraPlan.of(selection, layer)),
                 activation_of(self.model.get_submodule(path), has_gate=layer.shape.has_gate),
                 storage=self.formats[path].name,
                 double_quant=self.config.double_quant,
@@ -111,16 +111,6 @@ class LoadTarget:
                 context=self._context,
             )
         return self.banks[path]
-
-    def _lora_plan(self, layer: MoeLayer) -> LoraPlan | None:
-        """Return which experts of a layer get LoRA, and how; None if none does."""
-        selection = self._selection
-        lora, ids = selection.lora, selection.lora_experts.get(layer.index, ())
-        if lora is None or not ids:
-            return None
-        rank = selection.ranks[layer.experts]
-        split, shared = lora.gate_up == "split", lora.share == "outer"
-        return LoraPlan(ids, rank, lora.plain_alpha(rank), split, DTYPES[lora.dtype], shared)
 
     def put_expert(self, path: str, stack: str, expert: int, weight: Tensor) -> None:
         """Store one expert's matrix or bias, a matrix quantized unless the expert trains. `weight` is the expert's

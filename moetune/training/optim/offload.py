@@ -37,8 +37,7 @@ class HostCopies:
         Keeps a reference to `tensor` until the next `send` or `finish`, which waits for the copy.
         """
         copy = self.out.copy(tensor, target)
-        if self._leaving is not None:
-            self._leaving[1].wait()
+        self.finish()
         self._leaving = (tensor, copy)
         return copy
 

@@ -112,8 +112,7 @@ class Stepper:
             total_tokens: predicted tokens of the whole step, over micro-batches and ranks.
             last: whether this is the last micro-batch of its step, after which the ranks' gradients are reduced.
         """
-        set_gradient_sync(self._stack, self.adapted.ranks, last=last)
-        return self._run([batch], total_tokens, last=last)[0]
+        return self.micro_steps([batch], total_tokens, last=last)[0]
 
     def _counted(self, done: list[MicroStep]) -> list[MicroStep]:
         """Add the losses and the expert load of micro-steps to those of the step."""
@@ -123,27 +122,26 @@ class Stepper:
                 self._biases.count(result.load)
         return done
 
-    def micro_steps(self, batches: Sequence[Batch], total_tokens: Tensor | int) -> list[MicroStep]:
-        """Run all micro-batches of a step: layer by layer, or over the stages of the pipeline, of which every rank must
-        call this.
+    def micro_steps(
+        self, batches: Sequence[Batch], total_tokens: Tensor | int, *, last: bool = True
+    ) -> list[MicroStep]:
+        """Run micro-batches: one, or if `takes_all` all of a step, layer by layer or over the stages of the pipeline,
+        of which every rank must call this.
 
         Args:
-            batches: the micro-batches; of a pipeline `train.accumulate`, of equal shapes, the same on every rank.
-            total_tokens: predicted tokens of the whole step, over micro-batches and ranks.
+            batches: of a pipeline `train.accumulate`, of equal shapes, the same on every rank.
+            total_tokens, last: as in `micro_step`.
         """
-        if self._pipeline is None:
-            return self._run(batches, total_tokens, last=True)
-        memory = self.adapted.run.loss_memory
-        return self._counted(self._pipeline.run(batches, total_tokens, memory, self.observer.backward, self._scale))
-
-    def _run(self, batches: Sequence[Batch], total_tokens: Tensor | int, *, last: bool) -> list[MicroStep]:
-        """Run micro-batches, of which there is one unless `takes_all`; arguments are those of `micro_step`."""
+        if self._pipeline is not None:
+            memory = self.adapted.run.loss_memory
+            return self._counted(self._pipeline.run(batches, total_tokens, memory, self.observer.backward, self._scale))
+        set_gradient_sync(self._stack, self.adapted.ranks, last=last)
         once = partial(self._passes, batches, total_tokens, last=last)
         return self._counted(once() if self.fused is None else self._fused_passes(self.fused, once))
 
     def _passes(self, batches: Sequence[Batch], total_tokens: Tensor | int, *, last: bool) -> list[MicroStep]:
-        """Run forward passes, layer by layer if there are several, and one backward pass of the sum of their losses,
-        times the loss scale."""
+        """Run forward passes, layer by layer if `takes_all`, and one backward pass of the sum of their losses, times
+        the loss scale."""
         model, run, prefetcher = self.adapted.model, self.adapted.run, self.adapted.expert_context.prefetcher
         forwards = [
             partial(forward_pass, model, batch, total_tokens, self.watch, self.config.train, run.loss_memory)
