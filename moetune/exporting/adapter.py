@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,7 @@ from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of
 from moetune.exporting.folder import keep_apart, write_export_manifest
 from moetune.exporting.writers.merged import complete_config, copy_checkpoint
-from moetune.exporting.writers.updates import (
-    Update,
-    expert_with_lora,
-    linear_with_lora,
-    new_rows,
-    placed,
-    whole,
-    write_updates,
-)
+from moetune.exporting.writers.updates import Update, new_rows, of_expert, of_linear, of_whole, placed, write_updates
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import Answer, read_json
@@ -246,8 +237,7 @@ def _updates(adapter: Adapter, base: AdapterBase, tied: Mapping[str, str]) -> It
     """Yield the updates that an adapter makes to parameters of its base, as transformers names them; experts whose B
     is zero are left out. `tied` is second name of a tied parameter -> its first name."""
     for path, factors in adapter.linears.items():
-        A, B = Held(factors.A), Held(factors.B)
-        yield Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, factors.scale))
+        yield of_linear(path, Held(factors.A), Held(factors.B), factors.scale)
     for path, projections in adapter.experts.items():
         layer = base.layers[path]
         for name, stack in stacks_of(layer).items():
@@ -256,15 +246,14 @@ def _updates(adapter: Adapter, base: AdapterBase, tied: Mapping[str, str]) -> It
             for expert in range(layer.shape.num_experts):
                 if own.B[expert].any():
                     A, B = Held(own.A[expert, None]), Held(own.B[expert, None])
-                    rows = partial(expert_with_lora, layer, stack, A, B, (slice(None),), own.scale)
-                    yield Update(f"{path}.{stack}", expert, True, rows)
+                    yield of_expert(layer, stack, expert, A, B, (slice(None),), own.scale)
     yield from _whole(adapter.saved, tied)
 
 
 def _whole(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> Iterator[Update]:
     """Yield the updates that replace parameters by tensors of their names."""
     for name, tensor in tensors.items():
-        yield Update(tied.get(name, name), None, False, partial(whole, Held(tensor)), tensor.dtype)
+        yield of_whole(tied.get(name, name), Held(tensor))
 
 
 def _refuse_other_values(

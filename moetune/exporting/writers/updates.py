@@ -64,24 +64,25 @@ def updates(run: FinishedRun) -> list[Update]:
         assert selection.lora is not None
         A, B = (trained[name] for name in linear_factors(path).values())
         scale = selection.lora.scale(selection.ranks[path])
-        all_updates.append(Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, scale)))
+        all_updates.append(of_linear(path, A, B, scale))
     in_full = {name: whole_name(name, selection) for name in sorted(selection.full)}
     in_full |= {name: name for name in adapted.run.router_biases.values()}
-    for name, checkpoint_name in in_full.items():
-        stored = trained[checkpoint_name]
-        all_updates.append(Update(name, None, False, partial(whole, stored), stored.torch_dtype))
-    return all_updates
+    return all_updates + [of_whole(name, trained[checkpoint_name]) for name, checkpoint_name in in_full.items()]
 
 
-def whole(stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
-    """Return rows `start` to `stop` - 1 of `stored`: the `Update.rows` of a parameter whose whole value is replaced."""
-    return stored.rows(start, stop)
+def of_whole(name: str, stored: Trained) -> Update:
+    """Return the update of a parameter whose whole value is replaced by `stored`."""
+    return Update(name, None, False, lambda old, start, stop: stored.rows(start, stop), stored.torch_dtype)
 
 
-def linear_with_lora(A: Trained, B: Trained, scale: float, old: Tensor | None, start: int, stop: int) -> Tensor:
-    """Return rows of W + scale · B · A in float32: the `Update.rows` of a linear layer with LoRA; `old` is of W."""
-    assert old is not None
-    return old + scale * B.rows(start, stop).float() @ A.rows().float()
+def of_linear(path: str, A: Trained, B: Trained, scale: float) -> Update:
+    """Return the update W + scale · B · A of the weight of a linear layer, or of a router."""
+
+    def rows(old: Tensor | None, start: int, stop: int) -> Tensor:
+        assert old is not None
+        return old + scale * B.rows(start, stop).float() @ A.rows().float()
+
+    return Update(f"{path}.weight", None, True, rows)
 
 
 def _expert(layer: MoeLayer, stack: str, stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
@@ -99,33 +100,28 @@ def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLo
                 continue
             names = (lora.stored_name(f"{matrix}_{factor}", expert) for factor in "AB")
             A, B = (trained[f"{layer.experts}.lora.{name}"] for name in names)
-            rows = partial(expert_with_lora, layer, stack, A, B, lora.rows_of_parts[matrix], lora.scale)
-            yield Update(f"{layer.experts}.{stack}", expert, True, rows)
+            yield of_expert(layer, stack, expert, A, B, lora.rows_of_parts[matrix], lora.scale)
 
 
-def expert_with_lora(
-    layer: MoeLayer,
-    stack: str,
-    A: Trained,
-    B: Trained,
-    parts: tuple[slice, ...],
-    scale: float,
-    old: Tensor | None,
-    start: int,
-    stop: int,
-) -> Tensor:
-    """Return the row [1, …] of an expert, W + scale · B · A: its `Update.rows` with LoRA. `old`, W, is overwritten.
+def of_expert(
+    layer: MoeLayer, stack: str, expert: int, A: Trained, B: Trained, parts: tuple[slice, ...], scale: float
+) -> Update:
+    """Return the update W + scale · B · A of a matrix of an expert.
 
     Args:
         stack: transformers' name of the parameter that stacks the experts of the layer, such as `down_proj`.
         A, B: factors [P, r, in] and [P, out / P, r] of the P parts of the matrix.
         parts: the output rows of each part: those of gate and of up if they have separate factors, else all rows.
     """
-    assert old is not None
-    weight = out_in(layer, stack, old[0])
-    for part, a, b in zip(parts, A.rows().float(), B.rows().float(), strict=True):
-        weight[part].addmm_(b, a, alpha=scale)
-    return old
+
+    def rows(old: Tensor | None, start: int, stop: int) -> Tensor:
+        assert old is not None
+        weight = out_in(layer, stack, old[0])
+        for part, a, b in zip(parts, A.rows().float(), B.rows().float(), strict=True):
+            weight[part].addmm_(b, a, alpha=scale)
+        return old
+
+    return Update(f"{layer.experts}.{stack}", expert, True, rows)
 
 
 def placed(
