@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +54,6 @@ def predict_merged(run: FinishedRun) -> MemoryReport:
 def _kind(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) -> tuple[Any, ...]:
     """Return a key that is equal for updates that need equal memory: the shapes of all tensors that they read, and how
     these are converted."""
-    function = update.rows
-    factors = function.args if isinstance(function, partial) else ()
-    shapes = tuple(factor.shape for factor in factors if isinstance(factor, Stored))
+    shapes = tuple(tensor.shape for tensor in update.reads if isinstance(tensor, Stored))
     stored = tuple(base[key].shape for key in mapping.every_key())
     return update.expert is None, update.is_added, shapes, stored, type(mapping.conversion)

@@ -6,7 +6,7 @@ transformers builds.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Update:
         parameter: its name in the plain model.
         expert: the id of the expert; None if the whole parameter is updated.
         is_added: whether the new value is computed from the base's value, as for LoRA, instead of replacing it.
+        reads: the trained tensors from which it is computed.
         rows: function (old, start, stop) -> the new rows start to stop - 1 in the plain model's layout; for an expert
             its one row [1, …]. `old` are the base's rows in float32, which it may overwrite; None if not `is_added`.
         dtype: the dtype of the new rows.
@@ -42,6 +43,7 @@ class Update:
     parameter: str
     expert: int | None
     is_added: bool
+    reads: tuple[Trained, ...]
     rows: Callable[[Tensor | None, int, int], Tensor]
     dtype: torch.dtype = torch.float32
 
@@ -55,9 +57,7 @@ def updates(run: FinishedRun) -> list[Update]:
         assert isinstance(bank, ExpertBank)
         for expert in bank.plan.trained:
             for stack in stacks(layer):
-                stored = trained[trained_name(layer, expert, stack)]
-                rows = partial(_expert, layer, stack, stored)
-                all_updates.append(Update(f"{layer.experts}.{stack}", expert, False, rows, stored.torch_dtype))
+                all_updates.append(_of_trained(layer, stack, expert, trained[trained_name(layer, expert, stack)]))
         if bank.lora is not None:
             all_updates += _expert_lora(trained, layer, bank.lora)
     for path in selection.lora_linears:
@@ -72,7 +72,7 @@ def updates(run: FinishedRun) -> list[Update]:
 
 def of_whole(name: str, stored: Trained) -> Update:
     """Return the update of a parameter whose whole value is replaced by `stored`."""
-    return Update(name, None, False, lambda old, start, stop: stored.rows(start, stop), stored.torch_dtype)
+    return Update(name, None, False, (stored,), lambda old, *rows: stored.rows(*rows), stored.torch_dtype)
 
 
 def of_linear(path: str, A: Trained, B: Trained, scale: float) -> Update:
@@ -82,13 +82,16 @@ def of_linear(path: str, A: Trained, B: Trained, scale: float) -> Update:
         assert old is not None
         return old + scale * B.rows(start, stop).float() @ A.rows().float()
 
-    return Update(f"{path}.weight", None, True, rows)
+    return Update(f"{path}.weight", None, True, (A, B), rows)
 
 
-def _expert(layer: MoeLayer, stack: str, stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
-    """Return an expert's trained matrix or bias, stored as [out, in], as one row [1, …] of the parameter `stack`: its
-    `Update.rows`, which replaces the whole row."""
-    return out_in(layer, stack, stored.rows()).unsqueeze(0)  # a transposition, if any, so it is its own inverse
+def _of_trained(layer: MoeLayer, stack: str, expert: int, stored: Trained) -> Update:
+    """Return the update of an expert's matrix or bias that is replaced by `stored`, which is [out, in]."""
+
+    def rows(*_: Any) -> Tensor:
+        return out_in(layer, stack, stored.rows()).unsqueeze(0)  # a transposition, if any, so it is its own inverse
+
+    return Update(f"{layer.experts}.{stack}", expert, False, (stored,), rows, stored.torch_dtype)
 
 
 def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLora) -> Iterator[Update]:
@@ -121,7 +124,7 @@ def of_expert(
             weight[part].addmm_(b, a, alpha=scale)
         return old
 
-    return Update(f"{layer.experts}.{stack}", expert, True, rows)
+    return Update(f"{layer.experts}.{stack}", expert, True, (A, B), rows)
 
 
 def placed(
