@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
-from moetune.experts.bank import ExpertBank, ExpertLora
+from moetune.experts.bank import ExpertBank
 from moetune.exporting.finished_run import FinishedRun
 from moetune.formats.base import Quantized
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
@@ -55,11 +55,7 @@ def updates(run: FinishedRun) -> list[Update]:
     for layer in adapted.structure.moe_layers:
         bank = adapted.model.get_submodule(layer.experts)
         assert isinstance(bank, ExpertBank)
-        for expert in bank.plan.trained:
-            for stack in stacks(layer):
-                all_updates.append(_of_trained(layer, stack, expert, trained[trained_name(layer, expert, stack)]))
-        if bank.lora is not None:
-            all_updates += _expert_lora(trained, layer, bank.lora)
+        all_updates += _of_bank(trained, layer, bank)
     for path in selection.lora_linears:
         assert selection.lora is not None
         A, B = (trained[name] for name in linear_factors(path).values())
@@ -94,16 +90,19 @@ def _of_trained(layer: MoeLayer, stack: str, expert: int, stored: Trained) -> Up
     return Update(f"{layer.experts}.{stack}", expert, False, (stored,), rows, stored.torch_dtype)
 
 
-def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLora) -> Iterator[Update]:
-    """Yield the updates of the experts of a layer that have LoRA, one for each expert and projection."""
+def _of_bank(trained: Mapping[str, Trained], layer: MoeLayer, bank: ExpertBank) -> Iterator[Update]:
+    """Yield the updates of the experts of a layer, one for each matrix or bias that trains or has LoRA."""
+    for expert in bank.plan.trained:
+        for stack in stacks(layer):
+            yield _of_trained(layer, stack, expert, trained[trained_name(layer, expert, stack)])
+    if (lora := bank.lora) is None:
+        return
     for expert in lora.slots:
         for stack in stacks(layer):
-            matrix = matrix_of(stack)
-            if matrix.endswith("_bias"):
-                continue
-            names = (lora.stored_name(f"{matrix}_{factor}", expert) for factor in "AB")
-            A, B = (trained[f"{layer.experts}.lora.{name}"] for name in names)
-            yield of_expert(layer, stack, expert, A, B, lora.rows_of_parts[matrix], lora.scale)
+            if not (matrix := matrix_of(stack)).endswith("_bias"):
+                names = (lora.stored_name(f"{matrix}_{factor}", expert) for factor in "AB")
+                A, B = (trained[f"{layer.experts}.lora.{name}"] for name in names)
+                yield of_expert(layer, stack, expert, A, B, lora.rows_of_parts[matrix], lora.scale)
 
 
 def of_expert(
