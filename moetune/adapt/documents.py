@@ -66,8 +66,13 @@ class _Layer(nn.Module):
 
 
 @cache
-def _layer_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_Layer, kind), {})
+def _joined_class(base: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (base, kind), {})
+
+
+def put_before(base: type[nn.Module], module: nn.Module) -> None:
+    """Make `base` a base class of a module that precedes its own class, in place."""
+    module.__class__ = _joined_class(base, type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
 def split_by_documents(model: nn.Module) -> None:
@@ -75,7 +80,7 @@ def split_by_documents(model: nn.Module) -> None:
     current = _Current()
     for layer in decoder_layers(model).values():
         if modules := modules_with_state(layer):
-            layer.__class__ = _layer_class(type(layer))  # type: ignore[arg-type]  # a class is hashable
+            put_before(_Layer, layer)
             vars(layer)["current"] = current
             for module in modules:
                 module.forward = partial(_forward, current, module)

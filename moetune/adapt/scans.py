@@ -10,14 +10,13 @@ each: it takes the place of `runner.run`.
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moetune.adapt.documents import modules_with_state
+from moetune.adapt.documents import modules_with_state, put_before
 from moetune.compat.transformers import scans_of
 from moetune.kernels.runner import Outputs, runner
 from moetune.models.stack import decoder_layers
@@ -34,17 +33,12 @@ class _Scanning(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-@cache
-def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_Scanning, kind), {})
-
-
 def recompute_scans(model: nn.Module) -> None:
     """Let the scans of all decoder layers keep only their inputs for backward, in place."""
     for layer in decoder_layers(model).values():
         for module in modules_with_state(layer):
             if scans_of(module) and not isinstance(module, _Scanning):
-                module.__class__ = _class_of(type(module))  # type: ignore[arg-type]  # a class is hashable
+                put_before(_Scanning, module)
 
 
 def _recomputed(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -124,10 +125,6 @@ def using_kernels(*, but: Collection[str]) -> Iterator[None]:
     Raises:
         UserError: a name is not that of an operator.
     """
-    before = dict(_without)
-    use_kernels(but=but)
-    try:
+    with patch.dict(_without):
+        use_kernels(but=but)
         yield
-    finally:
-        _without.clear()
-        _without.update(before)

@@ -1,9 +1,10 @@
 """`runner`: functions and loops that allocate alike for like shapes, which a trace need not run each time."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -28,12 +29,6 @@ runner = Runner(run=lambda key, function, tensors: function(tensors), each=lambd
 """Runs each, unless `running_by` replaces `run` and `each`."""
 
 
-@contextmanager
-def running_by(run: Run, each: Each) -> Iterator[None]:
+def running_by(run: Run, each: Each) -> AbstractContextManager[Any]:
     """Let `run` call the functions within the `with` block, and `each` say which numbers of a loop run."""
-    before = runner.run, runner.each
-    runner.run, runner.each = run, each
-    try:
-        yield
-    finally:
-        runner.run, runner.each = before
+    return patch.multiple(runner, run=run, each=each)

@@ -17,6 +17,7 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.checkpointing import _KERNELS, ChoicesOf, _Choices
 from moetune.errors import UserError
 from moetune.experts.context import ReadCounts
+from moetune.experts.permutation import TokenRows
 from moetune.experts.projection import Projection
 from moetune.kernels import routing
 from moetune.run.resolve import resolve
@@ -84,13 +85,16 @@ def test_a_tie_that_falls_the_other_way_in_recomputation_changes_no_gradient(tmp
 def fills(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each run of a layer's products, whether it kept rows."""
     kept: list[bool] = []
-    stock = moetune.experts.mlp._fill
+    runs: list[TokenRows] = []
+    stock = moetune.experts.mlp._add_group
 
-    def fill(*args: Any) -> None:
-        kept.append(args[-2] is not None)
-        stock(*args)
+    def add_group(bank: Any, group: Any, tokens: TokenRows, rows: Any, norms: Any) -> None:
+        if not any(tokens is known for known in runs):
+            runs.append(tokens)
+            kept.append(rows is not None)
+        stock(bank, group, tokens, rows, norms)
 
-    monkeypatch.setattr(moetune.experts.mlp, "_fill", fill)
+    monkeypatch.setattr(moetune.experts.mlp, "_add_group", add_group)
     return kept
 
 

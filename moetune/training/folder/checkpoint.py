@@ -33,7 +33,7 @@ from typing_extensions import TypedDict
 from moetune.adapt.build import Adapted
 from moetune.compat.torch import consolidate, shard_place
 from moetune.errors import UserError, one_line
-from moetune.experts.bank import ExpertBank
+from moetune.experts.bank import ExpertLora
 from moetune.json_files import Amount, T, read_json
 from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import Ranks, local_tensor
@@ -85,12 +85,11 @@ class SavedPart:
 def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[SavedPart]]:
     """Return each parameter that trains on this rank -> its `SavedPart`s: one for each of this rank's experts if it
     stacks their LoRA factors, else one."""
-    banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.structure.moe_layers}
+    stacks = {path: module for path, module in adapted.model.named_modules() if isinstance(module, ExpertLora)}
     parts: dict[nn.Parameter, list[SavedPart]] = {}
     for name, parameter in adapted.trainable().items():
-        bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.lora.")), None)
-        if isinstance(bank, ExpertBank) and bank.lora is not None:
-            lora, (path, factor) = bank.lora, name.rsplit(".", 1)
+        path, _, factor = name.rpartition(".")
+        if (lora := stacks.get(path)) is not None:
             slots = {
                 f"{path}.{lora.stored_name(factor, expert)}": 0 if factor in lora.shared else slot
                 for expert, slot in lora.slots.items()
