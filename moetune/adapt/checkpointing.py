@@ -7,8 +7,8 @@ per token), and all else is recomputed.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from moetune.adapt.layers.routers import records_choices
 from moetune.compat.torch import unguarded
 from moetune.compat.transformers import checkpoint_by
 from moetune.experts.bank import ExpertBank
-from moetune.experts.context import ReadCounts
+from moetune.experts.context import ExpertHooks, ReadCounts
 from moetune.experts.host import AsyncCopy, CopyStream
 from moetune.kernels import routing
 from moetune.models.stack import decoder_layers
@@ -83,8 +83,11 @@ class ChoicesOf:
 
     def __init__(self, model: PreTrainedModel, attention: Iterable[str] = ()) -> None:
         self.call: _Call | None = None
-        self.banks = {path: module for path, module in model.named_modules() if isinstance(module, ExpertBank)}
-        for path, bank in self.banks.items():
+        self.hooks = ExpertHooks()  # replaced by those that all banks share
+        for path, bank in model.named_modules():
+            if not isinstance(bank, ExpertBank):
+                continue
+            self.hooks = bank.hooks
             block = model.get_submodule(path.rpartition(".")[0])
             router: Any = next((child for child in block.children() if hasattr(child, "choices")), None)
             if router is not None:
@@ -103,17 +106,9 @@ class ChoicesOf:
         if self.call and not records_choices(router):
             self.call.begin()
 
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Activate the call's hooks, if one runs, within the `with` block."""
-        call = self.call
-        if call:
-            call.begin()
-        try:
-            yield
-        finally:
-            if call:
-                call.end()
+    def _recording(self) -> AbstractContextManager[Any]:
+        """Return the dispatch mode of the call that runs, to be active within a `with` block; if none runs, nothing."""
+        return nullcontext() if self.call is None else self.call.mode
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the context managers for the forward pass and for the recomputation of one checkpointed call.
@@ -139,22 +134,20 @@ class _Call:
     def __enter__(self) -> None:
         self._outer, self._routers.call = self._routers.call, self
         self.mode.restart()
-        self._stack = ExitStack()
-        hooks = next((bank.hooks for bank in self._routers.banks.values()), None)
-        if hooks is not None:
-            count = hooks.count_rows
+        count = self._routers.hooks.count_rows
 
-            def count_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-                if self.mode.again:
-                    return self.mode.next()
-                self.mode.kept.append(count(layer, ids, num_experts, read))
-                return self.mode.kept[-1]
+        def count_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
+            if self.mode.again:
+                return self.mode.next()
+            self.mode.kept.append(count(layer, ids, num_experts, read))
+            return self.mode.kept[-1]
 
-            self._stack.enter_context(hooks.using(count_rows=count_rows, recomputes=self.mode.again))
+        self._hooks = self._routers.hooks.using(count_rows=count_rows, recomputes=self.mode.again)
+        self._hooks.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self.end()
-        self._stack.close()
+        self._hooks.__exit__(None, None, None)
         self._routers.call = self._outer
 
     def begin(self) -> None:

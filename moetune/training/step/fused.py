@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -133,12 +134,8 @@ class FusedBackward:
                 bound_(parameter.grad, max_value)
             use(parameter)
 
-        self._use = bound_and_use
-        try:
-            with self.hooks.using(gradient=self.take):
-                yield
-        finally:
-            self._use = None
+        with patch.object(self, "_use", bound_and_use), self.hooks.using(gradient=self.take):
+            yield
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         if self._use is not None and parameter.grad is not None:  # None if an expert bank's call has freed it
