@@ -23,25 +23,13 @@ def _lazily(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 with patch.object(torch, "compile", _lazily):
     import bitsandbytes.autograd  # defines its operators
 
-import bitsandbytes.functional as functional  # noqa: E402
-import bitsandbytes.optim as optim  # noqa: E402
+# names that others import from here
+from bitsandbytes import functional as functional  # noqa: E402
+from bitsandbytes import optim as optim  # noqa: E402
 from bitsandbytes.functional import get_paged  # noqa: E402
-from bitsandbytes.nn import Linear4bit, Params4bit  # noqa: E402
-from bitsandbytes.utils import unpack_tensor_to_dict  # noqa: E402
-
-__all__ = [
-    "SMALLEST_PAGED",
-    "Linear4bit",
-    "Params4bit",
-    "functional",
-    "mend_dequantize_4bit",
-    "optim",
-    "paged",
-    "prepare_4bit",
-    "share_tables",
-    "unpack_tensor_to_dict",
-    "update",
-]
+from bitsandbytes.nn import Linear4bit as Linear4bit  # noqa: E402
+from bitsandbytes.nn import Params4bit as Params4bit  # noqa: E402
+from bitsandbytes.utils import unpack_tensor_to_dict as unpack_tensor_to_dict  # noqa: E402
 
 SMALLEST_PAGED = 100_000
 """Number of elements from which a state of a paged optimizer is in paged memory."""

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.attention.varlen  # defines its operators
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _Mode = TypeVar("_Mode", bound=type[TorchDispatchMode])
 NO_PASS = -1
-__all__ = ["unset_fake_temporarily"]
 
 
 class HostModule(nn.Module):
