@@ -98,6 +98,7 @@ def test_two_layers_at_most_and_the_next_in_time(
 ) -> None:
     adapted = toy(tmp_path, model_type, "lora", checkpointing=checkpointing, tokens=8)
     prefetcher = prefetcher_of(adapted)
+    adapted.model(input_ids=token_ids(), use_cache=False)  # no backward pass follows
     watched = Watched(prefetcher, monkeypatch)
     loss_and_gradients(adapted, token_ids())
     last = LAYERS - 1
@@ -180,19 +181,14 @@ def test_layers_that_gradients_do_not_reach_are_not_fetched_again(
     assert [visit for visit in watched.visits if visit[1]] == [(3, True, [2, 3]), (2, True, [2])]
 
 
-def test_nothing_is_left_after_an_evaluation_nor_by_a_forward_pass_without_backward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_after_an_evaluation_nor_by_a_forward_pass_without_backward(tmp_path: Path) -> None:
     adapted = toy(tmp_path, "mixtral", "lora", checkpointing="full", tokens=8)
     prefetcher = prefetcher_of(adapted)
-    watched = Watched(prefetcher, monkeypatch)
     with torch.no_grad():
         adapted.model(input_ids=token_ids(), use_cache=False)
     assert not prefetcher._on_device
     adapted.model(input_ids=token_ids(), use_cache=False)
-    watched.visits = []
     loss_and_gradients(adapted, token_ids())
-    assert watched.visits[-LAYERS:] == [(n, True, [n - 1, n] if n else [n]) for n in reversed(range(LAYERS))]
     assert not prefetcher._on_device
 
 

@@ -12,8 +12,7 @@ from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
 from moetune.training.optim.optimizers import make_optimizer, optimizer_maker
 from moetune.training.step.batch import collate
-from moetune.training.step.micro_step import forward_pass
-from moetune.training.step.router_losses import RouterWatch
+from moetune.training.step.micro_step import token_loss
 from tests import small
 from tests.resolved import build
 
@@ -112,8 +111,7 @@ def test_what_is_not_selected_has_neither_gradient_nor_state(
     trained = adapted.trainable()
     optimizer = make_optimizer(adapted)
     ids = list(range(20, 60))
-    batch = collate([{"input_ids": ids, "labels": ids}], 3)
-    forward_pass(adapted.model, batch, 39, RouterWatch(adapted), config.train)[0].backward()
+    token_loss(adapted.model, collate([{"input_ids": ids, "labels": ids}], 3), 39).backward()
 
     gradients = {name for name, parameter in adapted.model.named_parameters() if parameter.grad is not None}
     assert gradients == trained.keys()

@@ -31,11 +31,9 @@ def step(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Gradients of one step, its loss, and the expert load."""
     total = sum(int(count_loss_tokens(batch)) for batch in batches)
-    done = []
-    for batch in batches:
-        loss, micro = forward_pass(adapted.model, batch, total, watch, config.train)
+    losses, done = zip(*(forward_pass(adapted.model, b, total, watch, config.train) for b in batches), strict=True)
+    for loss in losses:
         loss.backward()
-        done.append(micro)
     load = {layer: torch.stack([micro.load[layer] for micro in done]).sum(0) for layer in done[0].load}
     return torch.stack([micro.loss for micro in done]).sum(), load
 
