@@ -44,7 +44,7 @@ from moetune.memory.trace.steps import batches_of
 from moetune.models.catalog.gpus import find_gpu
 from moetune.planning.settle import settled
 from moetune.run.resolve import ResolvedRun, resolve
-from moetune.training.step.micro_step import count_loss_tokens, micro_step
+from moetune.training.step.micro_step import count_loss_tokens, forward_pass
 from moetune.training.step.router_losses import RouterWatch
 
 sys.path.insert(0, str(ROOT))
@@ -76,6 +76,10 @@ def run_of(folder: Path, case: Case) -> ResolvedRun:
     }
     run = lora_run(folder, case.model, case.layers, train)
     return settled(resolve(run, "cuda"), find_gpu(case.gpu), BALANCED)
+
+
+def micro_step(*given: Any) -> None:
+    forward_pass(*given)[0].backward()
 
 
 def host_time(case: Case, repetitions: int) -> dict[str, Any]:
@@ -145,12 +149,6 @@ def in_turns(case: Case, other: Path, pairs: int) -> dict[str, Any]:
     return asdict(case) | {"ratio": ratio, "pairs": worked}
 
 
-def _device() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    name = "null device" if nullcuda.is_present() else torch.cuda.get_device_name()
-    return f"{name}, capability {major}.{minor}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
@@ -165,10 +163,12 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device, nor a null one")
+    major, minor = torch.cuda.get_device_capability()
+    name = "null device" if nullcuda.is_present() else torch.cuda.get_device_name()
     report = {
         "schema": 1,
         "benchmark": "host_time",
-        "device": _device(),
+        "device": f"{name}, capability {major}.{minor}",
         "versions": versions("torch", "transformers", "bitsandbytes", "moetune"),
         "commit": commit(),
         "cases": [],

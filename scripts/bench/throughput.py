@@ -50,8 +50,8 @@ from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
 from moetune.training.optim.optimizers import make_optimizer, optimizer_maker
 from moetune.training.step.batch import Batch
-from moetune.training.step.micro_step import count_loss_tokens, micro_step, token_loss
-from moetune.training.step.router_losses import RouterWatch
+from moetune.training.step.micro_step import count_loss_tokens, token_loss
+from moetune.training.step.stepper import Stepper
 
 GiB = 2**30
 LENGTH = 4096
@@ -123,16 +123,16 @@ def moetune(case: Case, model: str, device: torch.device, length: int, dtype: to
 
     adapted = build(resolve(config(length), device.type), device)
     adapted.model.train()
-    watch, optimizer = RouterWatch(adapted), make_optimizer(adapted)
+    stepper = Stepper(adapted, make_optimizer(adapted))
 
     def batch(tokens: int) -> Batch:
         ids = random_ids(adapted.model, tokens, length)
         return batches_of(adapted, ids.shape[1])(len(ids)) | {"input_ids": ids, "labels": ids.clone()}
 
     def step(batch: Batch) -> Tensor:
-        return micro_step(adapted.model, batch, count_loss_tokens(batch), watch, config(length).train).loss
+        return stepper.micro_step(batch, count_loss_tokens(batch)).loss
 
-    return Side(adapted.model, step, updater(optimizer), batch, config)
+    return Side(adapted.model, step, updater(stepper.optimizer), batch, config)
 
 
 def peft(folder: Path, device: torch.device, length: int, dtype: torch.dtype) -> Side:
