@@ -23,7 +23,7 @@ from moetune.memory.trace.alike import kinds_of
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import Coordinates, data_ranks, token_shares
-from moetune.run.resolve import AnyRun, ResolvedRun, resolve
+from moetune.run.resolve import ResolvedRun
 from moetune.run.stages import bubble
 from moetune.run.validation import refuse_unpredictable
 
@@ -43,7 +43,7 @@ def _collecting_less() -> Iterator[None]:
 
 
 def predict_memory(
-    run: AnyRun,
+    run: ResolvedRun,
     *,
     gpu: str | Gpu | None = None,
     routing: AssumedRouting = UNKNOWN,
@@ -58,7 +58,7 @@ def predict_memory(
     decided above, by several predictions (planning/settle.py).
 
     Args:
-        run: the path of a run file, a configuration, or a resolved run. It is predicted for CUDA.
+        run: a resolved run. It is predicted for CUDA.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
             the report has no verdict, and memory outside the allocator is that of an L40S.
         routing: assumed number of tokens that each expert receives; what it does not know widens the report's `span`.
@@ -71,11 +71,11 @@ def predict_memory(
             always traced.
 
     Raises:
-        UserError: as `resolve`; the run cannot be trained or predicted; the GPU is unknown; or a DeepSpeed run is to be
+        UserError: the run cannot be trained or predicted; the GPU is unknown; or a DeepSpeed run is to be
             traced and DeepSpeed is not installed.
         NotTraceable: the model's own code reads values of tensors, which fake tensors do not have.
     """
-    run = resolve(run, "cuda").settled_as(None)
+    run = run.settled_as(None)
     refuse_unpredictable(run.config)
     run = as_known(run, cards_of(run, gpu)[0] if gpu or run.config.hardware.names else None)
     allocator = (allocator or allocator_here("expandable")) if simulated else None

@@ -58,14 +58,14 @@ def _choices(run: ResolvedRun) -> list[ResolvedRun]:
     choices = [run.settled_as(None)]
     sizes = _expert_memories(run) if run.config.train.expert_memory == "auto" else []
     if sizes:
-        choices = [choices[0].with_expert_memory(sizes[0])]
+        choices = [choices[0].but(train={"expert_memory": sizes[0]})]
     if _copies_anew(run) and not any(layer_by_layer_problems(run)):
-        choices.append(choices[0].running_layer_by_layer())
-    choices += [choices[-1].with_expert_memory(size) for size in sizes[1:]]
+        choices.append(choices[0].but(train={"layer_by_layer": True}))
+    choices += [choices[-1].but(train={"expert_memory": size}) for size in sizes[1:]]
     if not is_open(run.config.train):
         return choices
     last = choices[-1]
-    most = run.running_layer_by_layer(last.layer_by_layer).with_expert_memory(last.config.train.expert_memory)
+    most = run.but(train={"layer_by_layer": last.layer_by_layer, "expert_memory": last.config.train.expert_memory})
     layers = list(range(run.structure.num_layers))
     of_experts = [layer.index for layer in run.structure.moe_layers]
     if isinstance(run.config.train.checkpointing, KeptConfig):

@@ -54,7 +54,7 @@ def balance_experts(
     placement: dict[int, tuple[tuple[int, ...], ...]] = {}
     for layer in structure.moe_layers:
         count = layer.shape.num_experts
-        weights = _trained_parameters(layer, selection)
+        weights = trained_parameters(layer, selection)
         tokens = [float(x) for x in (load or {}).get(layer.index, [1.0] * count)]
         if len(tokens) != count:
             raise UserError(f"parallel.load: has {len(tokens)} experts for layer {layer.index}, which has {count}")
@@ -74,7 +74,7 @@ def balance_experts(
     return placement
 
 
-def _trained_parameters(layer: MoeLayer, selection: Selection) -> list[int]:
+def trained_parameters(layer: MoeLayer, selection: Selection) -> list[int]:
     """Return the number of trained parameters of each expert of a layer."""
     counts = [0] * layer.shape.num_experts
     for expert in selection.lora_experts.get(layer.index, ()):

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -27,7 +28,7 @@ from moetune.run.dtypes import DTYPES, DeviceType
 from moetune.run.keeps import NOTHING, Kept, is_open, kept_by_layer, recomputes_layers, section_of
 from moetune.run.linears import linears_to_quantize, tables
 from moetune.run.names import parts_by_name
-from moetune.run.placement import EVERYTHING, Placement
+from moetune.run.placement import EVERYTHING, Placement, trained_parameters
 from moetune.run.scores import Scores
 from moetune.run.stages import stages_of
 
@@ -178,10 +179,8 @@ class ResolvedRun:
         if model.experts_on != "host" or not recomputes_layers(train):
             return frozenset()
         tokens = train.micro_batch * train.sequence_length * (train.accumulate if self.layer_by_layer else 1)
-        carried, taken = (
-            set[int](),
-            4.0 * self._trained_parameters(),
-        )  # bytes of gradients, and of these layers' experts
+        carried = set[int]()
+        taken = 4.0 * self._trained_parameters()  # bytes of gradients, and of these layers' experts
         for layer in self.structure.moe_layers:
             storage, shape = format_of(model.storage_of("experts", layer.index), model.double_quant), layer.shape
             taken += shape.num_experts * shape.parameters_per_expert * storage.bits / 8
@@ -194,16 +193,14 @@ class ResolvedRun:
 
     def _trained_parameters(self) -> int:
         selection, structure = self.selection, self.structure
-        linears = structure.lora_layers()
+        linears, shares = structure.lora_layers(), selection.lora is not None and selection.lora.share == "outer"
         trained = sum(parameter.numel for parameter in structure.parameters if parameter.name in selection.full)
         for path in selection.lora_linears:
             trained += selection.ranks[path] * (linears[path].in_features + linears[path].out_features)
         for layer in structure.moe_layers:
-            for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
-                rank, experts = selection.ranks.get(layer.experts), len(ids.get(layer.index, ()))
-                trained += experts * layer.shape.trained_parameters(lora, rank)
-                if experts and rank and lora is not None and lora.share == "outer":
-                    trained += 2 * rank * layer.shape.hidden
+            trained += sum(trained_parameters(layer, selection))
+            if shares and selection.lora_experts.get(layer.index):
+                trained += 2 * selection.ranks.get(layer.experts, 0) * layer.shape.hidden
         return trained
 
     @property
@@ -259,22 +256,18 @@ class ResolvedRun:
             config = self.config.but(train={"checkpointing": section_of(keeps)})
         return replace(self, config=config, keeps=kept_by_layer(config.train, self.structure))
 
-    def with_expert_memory(self, size: str) -> "ResolvedRun":
-        """Return a copy of the run with this `train.expert_memory`."""
-        return replace(self, config=self.config.but(train={"expert_memory": size}))
-
-    def running_layer_by_layer(self, runs: bool = True) -> "ResolvedRun":
-        """Return a copy of the run with this `train.layer_by_layer`."""
-        return replace(self, config=self.config.but(train={"layer_by_layer": runs}))
+    def but(self, **changes: Any) -> "ResolvedRun":
+        """Return a copy of the run with some values of its configuration changed (`Section.but`)."""
+        return replace(self, config=self.config.but(**changes))
 
     def settled_as(self, before: TrainConfig | None) -> "ResolvedRun":
         """Return a copy of the run with the values of `before` in place of `auto` in `train.checkpointing`,
         `train.keep_rows`, `train.layer_by_layer` and `train.expert_memory`; for None with those that take least."""
         run, train = self, self.config.train
         if train.layer_by_layer == "auto":
-            run = run.running_layer_by_layer(before is not None and before.layer_by_layer is True)
+            run = run.but(train={"layer_by_layer": before is not None and before.layer_by_layer is True})
         if before is not None and train.expert_memory == "auto":
-            run = run.with_expert_memory(before.expert_memory)
+            run = run.but(train={"expert_memory": before.expert_memory})
         least = run.keeps if before is None else kept_by_layer(before, run.structure)
         return run.keeping(least) if is_open(train) else run
 
@@ -308,7 +301,7 @@ class ResolvedRun:
     def cut_into(self, stages: Iterable[range]) -> "ResolvedRun":
         """Return a copy of the run with these stages of the pipeline, in place of `parallel.stages: auto`."""
         pairs = tuple((stage.start, stage.stop - 1) for stage in stages)
-        return replace(self, config=self.config.but(parallel={"stages": pairs}))
+        return self.but(parallel={"stages": pairs})
 
     def held_layers(self, pp: int) -> dict[int, int]:
         """Return decoder layer -> stage, for the layers of the rank with the index `pp` on the axis pp, in order; all

@@ -4,7 +4,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -262,7 +261,7 @@ class Loop:
         train = self.config.train
         accumulate = train.accumulate * train.micro_batch // self.micro_batch
         smaller = {"micro_batch": self.micro_batch, "accumulate": accumulate}
-        return replace(self.adapted.run, config=self.config.but(train=smaller))
+        return self.adapted.run.but(train=smaller)
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:

@@ -133,7 +133,7 @@ def train(
         counts = count_trainable(plain)
         if run.config.train.epochs is not None:
             steps = ceil(run.config.train.epochs * steps_an_epoch(len(data.train), run.config))
-            run = replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
+            run = run.but(train={"steps": steps, "epochs": None})
         config, packing = run.config, run.config.data is not None and run.config.data.packing
         for line in _summary(config, counts, data):
             console.print(line)

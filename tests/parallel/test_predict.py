@@ -41,7 +41,7 @@ def test_every_rank_is_reported(small_model: Path) -> None:
         traced.append(rank)
         return trace(config, routing, rank=rank, gpu=gpu)
 
-    report = predict_memory(config_of(small_model, "experts", fsdp=4, ep=2), tracing=counted)
+    report = predict_memory(resolve(config_of(small_model, "experts", fsdp=4, ep=2), "cuda"), tracing=counted)
     assert [rank.rank for rank in report.ranks] == [0, 1, 2, 3]
     # one trained expert on each rank, and every row divides by four; at uneven routing experts receive unlike rows
     assert traced == [0, 0, 1]

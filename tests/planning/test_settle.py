@@ -112,9 +112,9 @@ def test_before_an_interruption(tmp_path: Path) -> None:
     assert settled_on(run, torch.device("cpu")).keeps == {}
     full = Predictor("24GiB", end="high").of(run.keeping({}))
     assert surely_left(full) > 0
-    wide = replace(run, config=run.config.but(hardware={"gpu": "24GiB"}))
+    wide = run.but(hardware={"gpu": "24GiB"})
     assert settled_on(wide, torch.device("cuda"), before).keeps == keeps
-    narrow = replace(run, config=run.config.but(hardware={"gpu": f"{full.required}B"}))
+    narrow = run.but(hardware={"gpu": f"{full.required}B"})
     assert settled_on(narrow, torch.device("cuda"), before).keeps == {}
 
 
@@ -143,7 +143,8 @@ def test_groups_of_experts_grow_first_and_never_make_a_run_not_fit(
     assert settled(run, "24GiB").config.train == choices[-1].config.train
     before = choices[1].config.train
     assert settled_on(run, torch.device("cpu"), before).config.train == before
-    assert settled_on(run.with_expert_memory("0"), torch.device("cpu"), before).config.train.expert_memory == "0"
+    alone = run.but(train={"expert_memory": "0"})
+    assert settled_on(alone, torch.device("cpu"), before).config.train.expert_memory == "0"
 
 
 @pytest.mark.full
@@ -182,12 +183,11 @@ def test_experts_on_the_host_are_copied_once_a_step_where_it_fits(tmp_path: Path
         report = predict(run, gpu=f"{size}B", advise=False)
         assert ("layer by layer" in dict(report.about)["batch"]) is runs
         assert report.verdict == replace(one_by_one, gpu=replace(one_by_one.gpu, usable_bytes=size)).verdict
-    narrow = replace(run, config=run.config.but(hardware={"gpu": f"{plain}B"}))
+    narrow = run.but(hardware={"gpu": f"{plain}B"})
     before = choices[1].config.train
     assert not settled_on(narrow, torch.device("cuda"), before).layer_by_layer
     assert settled_on(run, torch.device("cpu"), before).layer_by_layer
     assert settled_on(run, torch.device("cpu")).config.train.layer_by_layer is False
     for other in ({"accumulate": 1}, {"layer_by_layer": False}, {"neftune_alpha": 5.0}):
-        assert not any(one.layer_by_layer for one in _choices(replace(run, config=run.config.but(train=other))))
-    on_gpu = replace(run, config=run.config.but(model={"experts_on": "gpu"}))
-    assert not any(one.layer_by_layer for one in _choices(on_gpu))
+        assert not any(one.layer_by_layer for one in _choices(run.but(train=other)))
+    assert not any(one.layer_by_layer for one in _choices(run.but(model={"experts_on": "gpu"})))

@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from importlib.metadata import distributions
 from math import inf
 from pathlib import Path
@@ -142,4 +141,4 @@ def _write(file: Path, sizes: Sizes, failed: dict[str, str]) -> None:
 
 def _without(run: ResolvedRun, failed: Iterable[str]) -> ResolvedRun:
     names = tuple(sorted({*run.config.hardware.without_kernels, *failed}))
-    return replace(run, config=run.config.but(hardware={"without_kernels": names}))
+    return run.but(hardware={"without_kernels": names})
