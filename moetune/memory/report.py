@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from moetune.memory.host import HostMemory
-from moetune.memory.phases import Phase
 from moetune.memory.time.estimate import Duration
 from moetune.memory.unknowns import Span, Unknown, Verdict, always, span
 
@@ -24,6 +23,14 @@ PartName = Literal[
     "transient_peak",
 ]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
+ForwardPhase = Literal["generation", "old_logprobs", "reference", "forward", "evaluation"]
+FORWARD_PHASES: tuple[ForwardPhase, ...] = get_args(ForwardPhase)
+Phase = Literal[ForwardPhase, "load", "recompute", "backward", "optimizer"]
+"""Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward, `reference` is a
+forward pass of the model as it was before training, for preferences, `old_logprobs` one of the model that generated,
+over what it generated."""
+ONCE_PHASES: tuple[Phase, ...] = ("optimizer", "evaluation")
+"""Phases that a step has once, after its micro-steps."""
 
 
 @dataclass(frozen=True)
