@@ -88,7 +88,8 @@ class Predictor:
     def _predict(self, run: AnyRun, routing: AssumedRouting, *, simulated: bool) -> MemoryReport:
         run = self.divided(self.resolve(run))
         if self.trainer is not None:
-            return predict_trl(run, self.trainer.trainer, self.trainer.more, gpu=self.gpu, routing=routing)
+            kind, more = self.trainer.trainer, self.trainer.more
+            return predict_trl(run, kind, more, gpu=self.gpu, routing=routing, allocator=self.allocator, cached=True)
         return predict_memory(
             run, gpu=self.gpu, routing=routing, allocator=self.allocator, simulated=simulated, cached_as="train"
         )

@@ -31,6 +31,7 @@ def predict_trl(
     gpu: str | Gpu | None = None,
     routing: AssumedRouting = UNKNOWN,
     allocator: Allocator | None = None,
+    cached: bool = False,
 ) -> MemoryReport:
     """Predict the peak memory of a run in a TRL trainer, with the arguments of `trl_arguments`, phase by phase.
 
@@ -43,6 +44,7 @@ def predict_trl(
             GRPO come from vLLM by `moetune.vllm_rollouts`: on the run's card, of which it takes
             `vllm_gpu_memory_utilization`, or with `vllm_mode: server` on another one.
         run, gpu, routing, allocator: as in `predict`.
+        cached: whether reports are read from disk, or written there. What TRL warns of is then said only once.
 
     Raises:
         UserError: as `predict` and `trl_arguments`; TRL is not installed or refuses the arguments; the run has several
@@ -55,7 +57,7 @@ def predict_trl(
     if run.config.parallel.ranks > 1:
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
     tracing, generator = partial(trace_trl, trainer=trainer, more=more or {}), list[tuple[str, str]]()
-    cached_as = [trainer, dict(more or {}), version("trl")]
+    cached_as = [trainer, dict(more or {}), version("trl")] if cached else None
     if trainer == "grpo" and (more or {}).get("use_vllm"):
         gpu, generator = _beside_vllm(run, more or {}, gpu)
     report = predict_memory(run, gpu=gpu, routing=routing, allocator=allocator, tracing=tracing, cached_as=cached_as)
