@@ -82,7 +82,7 @@ def cell(name: str, way: str) -> dict[str, Any]:
 def traced(config: RunConfig, card: str) -> MemoryReport:
     highest = Predictor().routing.highest
     assert highest is not None
-    return predict_memory(config, gpu=card, routing=highest)
+    return predict_memory(resolve(config, "cuda"), gpu=card, routing=highest)
 
 
 def smallest_card(config: RunConfig) -> tuple[str, MemoryReport] | None:

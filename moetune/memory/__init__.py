@@ -3,6 +3,6 @@
 A *trace* runs the trainer's step on fake tensors and records each storage (trace/).
 
 The files beside these packages are one layer each between a record and a report: what is assumed (assumed_routing,
-equal_ranks, unknowns), what a record does not hold (allocator, outside_allocator, host), and the report and its words
-(report, terms, about). measurement/ takes real steps; commands/ predicts other commands than `moetune train`.
+unknowns), what a record does not hold (allocator, rank_memory, host), and the report and its words (report, about).
+measurement/ takes real steps; commands/ predicts other commands than `moetune train`.
 """

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from moetune.memory.host import HostMemory
-from moetune.memory.phases import Phase
 from moetune.memory.time.estimate import Duration
-from moetune.memory.unknowns import Span, Unknown, always, span
+from moetune.memory.unknowns import Span, Unknown, Verdict, always, span
 
 PartName = Literal[
     "frozen_weights",
@@ -24,8 +23,14 @@ PartName = Literal[
     "transient_peak",
 ]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
-Verdict = Literal["yes", "tight", "no"]
-"""Whether GPU and host can hold a run: `yes` if the most that it may need fits, `no` if the least does not."""
+ForwardPhase = Literal["generation", "old_logprobs", "reference", "forward", "evaluation"]
+FORWARD_PHASES: tuple[ForwardPhase, ...] = get_args(ForwardPhase)
+Phase = Literal[ForwardPhase, "load", "recompute", "backward", "optimizer"]
+"""Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward, `reference` is a
+forward pass of the model as it was before training, for preferences, `old_logprobs` one of the model that generated,
+over what it generated."""
+ONCE_PHASES: tuple[Phase, ...] = ("optimizer", "evaluation")
+"""Phases that a step has once, after its micro-steps."""
 
 
 @dataclass(frozen=True)
@@ -342,23 +347,13 @@ class MemoryReport:
 
     @property
     def card_verdict(self) -> Verdict | None:
-        """Whether the GPU can hold the run: `yes` if the most of its `span` fits, `no` if the least does not, else
-        `tight`; None without a GPU."""
-        if self.gpu is None:
-            return None
-        if self.span.low > self.gpu.usable_bytes:
-            return "no"
-        return "tight" if self.least_headroom < 0 else "yes"
+        """Whether the GPU can hold the run; None without a GPU."""
+        return None if self.gpu is None else self.span.verdict(self.gpu.usable_bytes)
 
     @property
     def host_verdict(self) -> Verdict | None:
-        """Whether the host can hold the run: `yes` if the most that it may need fits, `no` if the least does not, else
-        `tight`; None if it is not known how much memory the host has."""
-        if self.host is None or self.host.room is None:
-            return None
-        if self.host.span.low > self.host.room.value:
-            return "no"
-        return "tight" if self.host.span.high > self.host.room.value else "yes"
+        """Whether the host can hold the run; None if it is not known how much memory the host has."""
+        return None if self.host is None or self.host.room is None else self.host.span.verdict(self.host.room.value)
 
     @property
     def fits(self) -> bool | None:

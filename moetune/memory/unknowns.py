@@ -10,6 +10,8 @@ from typing import Literal
 from moetune.memory.allocator import LARGE_PAGE, SMALL_PAGE
 from moetune.models.catalog.gpus import Gpu
 
+Verdict = Literal["yes", "tight", "no"]
+"""Whether GPU and host can hold a run: `yes` if the most that it may need fits, `no` if the least does not."""
 Cause = Literal["routing", "context", "allocator", "prediction"]
 ERROR = 0.005
 """Largest relative error of a prediction that was seen (docs/benchmarks/predict_vs_measured_cuda.md), rounded up."""
@@ -47,6 +49,12 @@ class Span:
     def to_json(self) -> dict[str, int]:
         """Return the object under `required_range` in the output of `moetune predict --json`."""
         return {"low": self.low, "expected": self.expected, "high": self.high}
+
+    def verdict(self, size: int) -> Verdict:
+        """Return whether memory of `size` bytes can hold the run."""
+        if self.low > size:
+            return "no"
+        return "tight" if self.high > size else "yes"
 
 
 def of_context(card: Gpu) -> Unknown:

@@ -162,11 +162,12 @@ def plan(
     if trainer is not None and count > 1:
         raise UserError("TRL trains a model of one rank; plan with --trainer for one GPU")
     source, card = find_model_source(model), gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    name = gpu if isinstance(gpu, str) else gpu.name
     raw: dict[str, Any] = {
         "model": {"path": model},
         "adapt": {},
         "train": {"sequence_length": length, **({"micro_batch": 2} if trainer and trainer.trainer == "kto" else {})},
-        "hardware": {"gpu": gpu if isinstance(gpu, str) else gpu.name},
+        "hardware": {"gpu": name},
     }
     if host is not None:
         raw["hardware"]["host_memory"] = f"{host}B"
@@ -206,9 +207,7 @@ def plan(
     notes += [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
     notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
     notes += dict.fromkeys(note for candidate in candidates for note in candidate.report.notes)
-    name = gpu if isinstance(gpu, str) else gpu.name
-    usable = card.memory.value
-    return Plan(model, name, usable, tuple(candidates), miss, tuple(notes), tokens, tight, len(results))
+    return Plan(model, name, card.memory.value, tuple(candidates), miss, tuple(notes), tokens, tight, len(results))
 
 
 def _searched(

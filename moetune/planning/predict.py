@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import islice
 
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
-from moetune.memory.predict import predict_memory
 from moetune.memory.rank_memory import Allocator
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
@@ -39,12 +38,10 @@ def predict(
         NotTraceable: the model's own code reads values of tensors, which fake tensors do not have.
     """
     run = resolve(run, "cuda")
-    run = settled(run, gpu, routing) if gpu or run.config.hardware.names else Predictor().divided(run)
-    predictor = Predictor(gpu, routing)
-    if allocator is None:
-        report = predictor.whole_of_resolved(run)
-    else:
-        report = predict_memory(run, gpu=gpu, routing=routing, allocator=allocator)
+    if gpu or run.config.hardware.names:
+        run = settled(run, gpu, routing)
+    predictor = Predictor(gpu, routing, allocator=allocator)
+    report = predictor.whole(run)
     if not advise or report.card_verdict in (None, "yes"):
         return report
     if run.config.parallel.ranks > 1:

@@ -1,23 +1,17 @@
 """`Predictor`: predictions for many runs of one model, kept on disk; `parallel.stages: auto` cut by them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from moetune.adapt.guard import as_known
-from moetune.cache import file_of, read_cached, write_cached
-from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.commands.trl import predict_trl
-from moetune.memory.predict import predict_expected, with_routing_range
-from moetune.memory.rank_memory import allocator_here
+from moetune.memory.predict import cards_of, predict_memory
+from moetune.memory.rank_memory import Allocator
 from moetune.memory.report import MemoryReport, RankMemory
-from moetune.models.catalog.gpus import Gpu, find_gpu
+from moetune.models.catalog.gpus import Gpu
 from moetune.run.dtypes import DeviceType
-from moetune.run.keeps import is_open
-from moetune.run.resolve import ResolvedRun, resolve
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.stages import least_stages
 from moetune.training.trl import InTrl
 
@@ -35,6 +29,7 @@ class Predictor:
             `headroom_bytes` is right. None: all possible routings.
         device_type: the device that the runs are resolved for, `cuda` or `cpu`.
         trainer: the trainer of TRL to predict for; None for moetune's own.
+        allocator: the configuration of torch's allocator that `whole` simulates; None as in `predict_memory`.
     """
 
     gpu: str | Gpu | None = None
@@ -42,17 +37,14 @@ class Predictor:
     end: Literal["high", "expected"] | None = None
     device_type: DeviceType = "cuda"
     trainer: InTrl | None = None
+    allocator: Allocator | None = None
     _like: ResolvedRun | None = None
     _stages: tuple[range, ...] = ()
 
-    def resolve(self, config: RunConfig) -> ResolvedRun:
-        """Resolve a run, reusing the model of the last call if it is the same; `UserError` if settings are wrong.
-
-        `train.checkpointing: auto` counts as `full` and `train.keep_rows: auto` as `none`: they take memory only where
-        some is left.
-        """
-        self._like = resolve(config, self.device_type, like=self._like)
-        return self._like.keeping(self._like.keeps) if is_open(config.train) else self._like
+    def resolve(self, run: AnyRun) -> ResolvedRun:
+        """Resolve a run, reusing the model of the last call if it is the same; `UserError` if settings are wrong."""
+        self._like = resolve(run, self.device_type, like=self._like)
+        return self._like
 
     def divided(self, run: ResolvedRun) -> ResolvedRun:
         """Return a run with stages in place of `parallel.stages: auto`, where that is one: those of which the fullest
@@ -66,73 +58,41 @@ class Predictor:
         if pp == 1 or run.config.parallel.stages != "auto":
             return run
         predictor = replace(self, routing=UNKNOWN, end="high", trainer=None)
-        memories = [card.memory.value for card in self._cards(run)]
+        memories = [card.memory.value for card in cards_of(run, self.gpu)]
         stages = run.stages
         if len(self._stages) == len(stages) and self._stages[-1].stop == stages[-1].stop:
             stages = self._stages
         fullest: dict[tuple[range, ...], float] = {}
         while stages not in fullest:
             cut = run.settled_as(None).cut_into(stages)
-            ranks = predictor.of_resolved(cut).ranks
+            ranks = predictor.of(cut).ranks
             ranks = ranks[:: len(ranks) // pp]  # one of each stage
             fullest[stages] = max(rank.needed / memories[pp % len(memories)] for pp, rank in enumerate(ranks))
             stages = _if_layers_took_the_same_anywhere(cut, ranks, memories)
         self._stages = min(fullest, key=lambda stages: (fullest[stages], [stage.stop for stage in stages]))
         return run.cut_into(self._stages)
 
-    def of(self, config: RunConfig) -> MemoryReport:
+    def of(self, run: AnyRun) -> MemoryReport:
         """Predict the memory of a run for the routing that `end` says, without simulating the allocator; `UserError` if
-        it cannot be resolved or predicted."""
-        return self.of_resolved(self.divided(self.resolve(config)))
-
-    def of_resolved(self, run: ResolvedRun) -> MemoryReport:
-        """Predict as `of` does, a run that is resolved already."""
+        it cannot be resolved or predicted. `auto` counts as what takes least."""
         routing = self.routing
         if self.end is not None:
             only = routing.highest if self.end == "high" else None
             routing = only or replace(routing, lowest=None, highest=None)
-        return self._kept(run, routing, simulated=False)
+        return self._predict(run, routing, simulated=False)
 
-    def whole(self, config: RunConfig) -> MemoryReport:
+    def whole(self, run: AnyRun) -> MemoryReport:
         """Predict a whole report, whatever `end` says: for all routings that are possible, the allocator simulated."""
-        return self.whole_of_resolved(self.divided(self.resolve(config)))
+        return self._predict(run, self.routing, simulated=True)
 
-    def whole_of_resolved(self, run: ResolvedRun) -> MemoryReport:
-        """Predict as `whole` does, a run that is resolved already."""
-        return self._kept(run, self.routing, simulated=True)
-
-    def _kept(self, run: ResolvedRun, routing: AssumedRouting, *, simulated: bool) -> MemoryReport:
-        """Read the report of a run from disk; if it is not there, trace the run and write it."""
-        cards = self._cards(run)
-        is_given = self.gpu is not None or run.config.hardware.names
-        known = as_known(run, cards[0] if is_given else None)  # as `predict_expected` does
-        trainer = self.trainer
-        file = file_of(
-            {
-                "run": known.config.model_dump(mode="json", exclude={"output"}),
-                "settings": [run.model.settings.to_dict(), run.model.source.config.to_dict()],
-                "published": run.model.source.quantization.method,
-                "gpu": [self.gpu if isinstance(self.gpu, str) else None, *map(asdict, cards)],
-                "routing": asdict(routing),
-                "allocator": allocator_here("expandable"),
-                "trainer": None if trainer is None else [trainer.trainer, trainer.arguments, version("trl")],
-                "simulated": simulated,
-            }
+    def _predict(self, run: AnyRun, routing: AssumedRouting, *, simulated: bool) -> MemoryReport:
+        run = self.divided(self.resolve(run))
+        if self.trainer is not None:
+            kind, more = self.trainer.trainer, self.trainer.more
+            return predict_trl(run, kind, more, gpu=self.gpu, routing=routing, allocator=self.allocator, cached=True)
+        return predict_memory(
+            run, gpu=self.gpu, routing=routing, allocator=self.allocator, simulated=simulated, cached_as="train"
         )
-        report = read_cached(file, MemoryReport)
-        if report is None:
-            if trainer is not None:
-                report = predict_trl(run, trainer.trainer, trainer.more, gpu=self.gpu, routing=routing)
-            else:
-                report = predict_expected(run, gpu=self.gpu, routing=routing, simulated=simulated)
-                report = with_routing_range(run, report, routing, partial(self._kept, run, simulated=False))
-            write_cached(file, MemoryReport, report)
-        return report
-
-    def _cards(self, run: ResolvedRun) -> list[Gpu]:
-        """Return the GPU of all ranks, or that of each."""
-        names = (self.gpu,) if self.gpu else run.config.hardware.names or ("l40s",)
-        return [name if isinstance(name, Gpu) else find_gpu(name) for name in names]
 
 
 def _if_layers_took_the_same_anywhere(

@@ -4,10 +4,10 @@ import shlex
 from collections.abc import Iterable, Iterator
 
 from moetune.config.fields import ranges
-from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term, Verdict
+from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term
 from moetune.memory.time.estimate import Duration
 from moetune.memory.time.work import Work
-from moetune.memory.unknowns import Span
+from moetune.memory.unknowns import Span, Verdict
 from moetune.report.units import between, from_to, gib, hours, named, percent
 from moetune.report.view import Table, View, ViewSection
 

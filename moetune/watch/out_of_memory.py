@@ -11,13 +11,16 @@ import torch
 from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit
 from moetune.memory.allocator import WORKSPACES
+from moetune.memory.assumed_routing import BALANCED
+from moetune.memory.host import this_machine
 from moetune.memory.measurement.live import Owned, Process, Refused, owned, processes_on
 from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.report import PART_NAMES, PartName, Parts
 from moetune.memory.trace import Trace, trace
-from moetune.models.catalog.gpus import find_gpu
-from moetune.planning.after_out_of_memory import remedies
-from moetune.planning.savings import Remedy
+from moetune.models.catalog.gpus import Figure, Gpu, find_gpu
+from moetune.planning.fit import headroom
+from moetune.planning.predictor import Predictor
+from moetune.planning.savings import Remedy, fitting
 from moetune.report.units import gib
 from moetune.run.resolve import ResolvedRun
 from moetune.training.optim.optimizers import CombinedOptimizer
@@ -146,6 +149,33 @@ def describe_out_of_memory(
     others = [proc for proc in processes_on(device) if proc.pid != os.getpid()] if device.type == "cuda" else []
     actual = _by_name(Parts(**of_part))
     return OutOfMemory(where, refused, actual, predicted, peak, groups[:_LARGEST], others, sufficient, checkpoint)
+
+
+def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
+    """Return changes of the run file, each enough by itself, with which a run that ran out of memory would have fitted,
+    the mildest first; if there is none, one combination of changes.
+
+    The run's own prediction less `lacking` is taken to be the memory that there was, because other programs may use
+    part of the GPU, and a run may need more than is predicted; this accounts for the actual routing, too. What a change
+    moves to host memory must fit there.
+
+    Args:
+        card: the GPU on which the run ran out of memory.
+        lacking: bytes by which the memory was too small for the run.
+
+    Raises:
+        UserError: the run cannot be predicted.
+    """
+    predictor = Predictor(card, BALANCED, device_type=run.device_type)
+    available = Figure(predictor.of(run.config).required - lacking, "what there was")
+    predictor = replace(predictor, gpu=replace(card, memory=available))
+    report, host = predictor.of(run.config), this_machine()
+
+    def has_room(remedy: Remedy) -> bool:
+        moved = (remedy.report.fullest.host_bytes - report.fullest.host_bytes) * run.config.parallel.ranks
+        return host is None or moved <= host.value
+
+    return [*filter(has_room, fitting(run.config, report, predictor.of, headroom))]
 
 
 def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:

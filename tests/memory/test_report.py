@@ -148,13 +148,13 @@ def test_a_run_is_traced_once_for_each_routing(tmp_path: Path) -> None:
         traced.append(routing.name)
         return trace(run, routing, **options)
 
-    report = predict_memory(toy(write_toy(tmp_path, "mixtral")), tracing=counted)
+    report = predict_memory(resolve(toy(write_toy(tmp_path, "mixtral")), "cuda"), tracing=counted)
     assert traced == [BALANCED.name, PUBLISHED.name]
     assert report.unknowns[0].cause == "routing"
 
 
 def test_no_verdict_depends_on_the_allocator(tmp_path: Path) -> None:
-    run = toy(write_toy(tmp_path, "mixtral"))
+    run = resolve(toy(write_toy(tmp_path, "mixtral")), "cuda")
     whole, quick = (predict_memory(run, gpu="l40s", simulated=simulated) for simulated in (True, False))
     assert (quick.span, quick.verdict, quick.fullest.parts) == (whole.span, whole.verdict, whole.fullest.parts)
     assert "not simulated" in quick.assumptions[-1]

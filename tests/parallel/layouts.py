@@ -6,8 +6,9 @@ from typing import Any
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.memory.equal_ranks import kinds_of_ranks
+from moetune.memory.predict import kinds_of_ranks
 from moetune.parallel.ranks import Ranks
+from moetune.run.resolve import resolve
 from tests import small
 from tests.parallel import predicted, steps
 
@@ -106,7 +107,8 @@ def every_prediction(
             found.append({})
             continue
         config = config_of(parallel, case, model)
-        kinds = kinds_of_ranks(config, by_expert=False) if case[0] == "experts" else [()] * len(of_case)
+        trains_experts = case[0] == "experts"
+        kinds = kinds_of_ranks(resolve(config, "cuda"), by_expert=False) if trains_experts else [()] * len(of_case)
         of_ranks = {rank: of_case[rank] for rank in {kind: rank for rank, kind in enumerate(kinds)}.values()}
         found.append({r: predicted.predicted(config, r, one) for r, one in of_ranks.items() if one is not None})
     return found

@@ -202,7 +202,7 @@ def test_zero_bubble_schedules_lose_gradients_behind_a_frozen_stage() -> None:
 
 def test_a_report_names_the_stages(model: Path, tmp_path: Path) -> None:
     config = pipelines.config_of(model, tmp_path, tmp_path / "out", "router", {"pp": 2, "stages": ["0-2", 3]})
-    report = predict_memory(config, gpu="rtx-3090", simulated=False)
+    report = predict_memory(resolve(config, "cuda"), gpu="rtx-3090", simulated=False)
     text = dict(report.about)["stages"]
     assert text == "1f1b: layers 0-2 (2 in flight); layers 3-3 (1 in flight); 20% of a step waits for other stages"
     assert [sent.axis for sent in report.collectives if sent.kind == "point-to-point"]
@@ -282,7 +282,7 @@ def test_stages_are_cut_where_the_fullest_rank_needs_least(
     cards = [find_gpu(name).memory.value for name in gpus or ("l40s",) * pp]
 
     def fullest(run: ResolvedRun) -> float:
-        return max(rank.needed / card for rank, card in zip(predictor.of_resolved(run).ranks, cards, strict=True))
+        return max(rank.needed / card for rank, card in zip(predictor.of(run).ranks, cards, strict=True))
 
     run = resolve(config, "cuda")
     cuts = [

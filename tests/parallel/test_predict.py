@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
-from moetune.memory.equal_ranks import kinds_of_ranks
-from moetune.memory.predict import predict_memory
+from moetune.memory.predict import kinds_of_ranks, predict_memory
 from moetune.memory.trace import trace
 from moetune.planning.predict import predict
 from moetune.run.resolve import ResolvedRun, resolve
@@ -42,7 +41,7 @@ def test_every_rank_is_reported(small_model: Path) -> None:
         traced.append(rank)
         return trace(config, routing, rank=rank, gpu=gpu)
 
-    report = predict_memory(config_of(small_model, "experts", fsdp=4, ep=2), tracing=counted)
+    report = predict_memory(resolve(config_of(small_model, "experts", fsdp=4, ep=2), "cuda"), tracing=counted)
     assert [rank.rank for rank in report.ranks] == [0, 1, 2, 3]
     # one trained expert on each rank, and every row divides by four; at uneven routing experts receive unlike rows
     assert traced == [0, 0, 1]
@@ -60,16 +59,17 @@ def test_ranks_that_differ_have_figures_of_their_own(small_model: Path) -> None:
 
 @pytest.mark.full
 def test_what_makes_ranks_differ(small_model: Path) -> None:
-    config = config_of(small_model, "router", fsdp=4, ep=4)
+    config = resolve(config_of(small_model, "router", fsdp=4, ep=4), "cuda")
     assert len(set(kinds_of_ranks(config, by_expert=False))) == 1
     assert len(set(kinds_of_ranks(config, by_expert=True))) == 4  # a full expert is on one of them
     assert len(predict(config, routing=AssumedRouting("skew:3", 3.0)).ranks) == 4
-    assert len(set(kinds_of_ranks(config_of(small_model, "router", fsdp=3), by_expert=False))) == 3  # 64 / 3
+    uneven = resolve(config_of(small_model, "router", fsdp=3), "cuda")
+    assert len(set(kinds_of_ranks(uneven, by_expert=False))) == 3  # 64 / 3
     fp32 = {"model": {"base": "fp32", "dtype": "fp32"}, "parallel": {"tp": 2, "ep": 2}, "hardware": {"count": 2}}
     for length, kinds in ((64, 1), (63, 2)):  # one rank dispatches a token more
         odd = {"train": {"micro_batch": 1, "sequence_length": length}}
         run = small.run_config(small_model, small_model, small_model, "router", **fp32, **odd)
-        assert len(set(kinds_of_ranks(run, by_expert=False))) == kinds
+        assert len(set(kinds_of_ranks(resolve(run, "cuda"), by_expert=False))) == kinds
 
 
 @pytest.mark.parametrize("adapt", ["router", pytest.param("lora", marks=pytest.mark.full)])

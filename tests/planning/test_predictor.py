@@ -1,6 +1,5 @@
 """A traced report is read from disk when the same is asked again."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,8 @@ import pytest
 
 from moetune.cache import cache_folder
 from moetune.config.schema import RunConfig
+from moetune.memory import predict as predict_module
 from moetune.models.catalog.gpus import Gpu, find_gpu
-from moetune.planning import predictor
 from moetune.planning.predict import predict as predict_run
 from moetune.planning.predictor import Predictor
 from moetune.run.resolve import ResolvedRun
@@ -18,9 +17,9 @@ from moetune.run.resolve import ResolvedRun
 def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
     traced: list[Any] = []
-    predict = predictor.predict_expected
+    memory_of = predict_module.rank_memory
     monkeypatch.setattr(
-        predictor, "predict_expected", lambda *run, **options: traced.append(run) or predict(*run, **options)
+        predict_module, "rank_memory", lambda *given, **more: traced.append(given) or memory_of(*given, **more)
     )
 
     def run(length: int) -> RunConfig:
@@ -56,9 +55,8 @@ def test_a_run_is_traced_again_once_a_kernel_has_failed(
 
     def as_known(one: ResolvedRun, card: Gpu | None) -> ResolvedRun:
         assert card == find_gpu("l40s")
-        return replace(one, config=one.config.but(hardware={"without_kernels": ("gather_rows",)}))
+        return one.but(hardware={"without_kernels": ("gather_rows",)})
 
-    for module in ("moetune.planning.predictor", "moetune.memory.predict"):
-        monkeypatch.setattr(f"{module}.as_known", as_known)
+    monkeypatch.setattr(predict_module, "as_known", as_known)
     for _ in range(2):
         assert "gather_rows" in Predictor("l40s").whole(run).notes[0]

@@ -46,7 +46,7 @@ def test_each_choice_takes_more_and_the_last_that_fits_is_made(
     run = auto(tmp_path, model_type, 2, **train)
     choices = _choices(run)
     assert choices[0].keeps == {}
-    needs = [Predictor("24GiB", end="high").of_resolved(choice).span.high for choice in choices]
+    needs = [Predictor("24GiB", end="high").of(choice).span.high for choice in choices]
     # the allocator's rounding may take a few KiB less for a choice that keeps more
     assert needs == pytest.approx(sorted(needs), rel=1e-4)
     assert needs[0] < needs[-1]
@@ -110,11 +110,11 @@ def test_before_an_interruption(tmp_path: Path) -> None:
     before = run.keeping(keeps).config.train
     assert settled_on(run, torch.device("cpu"), before).keeps == keeps
     assert settled_on(run, torch.device("cpu")).keeps == {}
-    full = Predictor("24GiB", end="high").of_resolved(run.keeping({}))
+    full = Predictor("24GiB", end="high").of(run.keeping({}))
     assert surely_left(full) > 0
-    wide = replace(run, config=run.config.but(hardware={"gpu": "24GiB"}))
+    wide = run.but(hardware={"gpu": "24GiB"})
     assert settled_on(wide, torch.device("cuda"), before).keeps == keeps
-    narrow = replace(run, config=run.config.but(hardware={"gpu": f"{full.required}B"}))
+    narrow = run.but(hardware={"gpu": f"{full.required}B"})
     assert settled_on(narrow, torch.device("cuda"), before).keeps == {}
 
 
@@ -132,7 +132,7 @@ def test_groups_of_experts_grow_first_and_never_make_a_run_not_fit(
     assert len({*memories}) > 2
     assert memories == sorted(memories, key=lambda size: int(size.removesuffix("MiB")))
     assert all(choice.keeps == {} for choice in choices if choice.config.train.expert_memory != memories[-1])
-    needs = [Predictor("24GiB", end="high").of_resolved(choice).span.high for choice in choices]
+    needs = [Predictor("24GiB", end="high").of(choice).span.high for choice in choices]
     for size in (needs[0] - 1, needs[1], needs[-1]):
         found = settled(run, f"{size}B")
         made = choices[[choice.config.train for choice in choices].index(found.config.train)]
@@ -157,7 +157,7 @@ def test_inputs_wait_on_the_host_in_as_few_layers_as_the_card_needs(tmp_path: Pa
     on_host = [[layer for layer, kept in one.keeps.items() if "host" in kept] for one in choices]
     assert on_host == [[0, 1, 2], [0, 1], [0], []]
     assert all("attention" in one.keeps[2] for one in choices)
-    needs = [Predictor("24GiB", end="high").of_resolved(one).span.high for one in choices]
+    needs = [Predictor("24GiB", end="high").of(one).span.high for one in choices]
     assert needs[0] < needs[2]
     for size, number in ((needs[0] - 1, 0), (needs[2] - 1, 1), (needs[3], 3)):
         assert settled(run, f"{size}B").keeps == choices[number].keeps
@@ -174,7 +174,7 @@ def test_experts_on_the_host_are_copied_once_a_step_where_it_fits(tmp_path: Path
     choices = _choices(run)
     assert [choice.layer_by_layer for choice in choices] == [False, *[True] * (len(choices) - 1)]
     assert choices[1].keeps == {} != choices[2].keeps
-    plain, together = (Predictor("24GiB", end="high").of_resolved(one).span.high for one in choices[:2])
+    plain, together = (Predictor("24GiB", end="high").of(one).span.high for one in choices[:2])
     assert plain < together
     one_by_one = predict(choices[0], gpu="24GiB", advise=False)
     assert one_by_one.gpu is not None
@@ -182,12 +182,11 @@ def test_experts_on_the_host_are_copied_once_a_step_where_it_fits(tmp_path: Path
         report = predict(run, gpu=f"{size}B", advise=False)
         assert ("layer by layer" in dict(report.about)["batch"]) is runs
         assert report.verdict == replace(one_by_one, gpu=replace(one_by_one.gpu, usable_bytes=size)).verdict
-    narrow = replace(run, config=run.config.but(hardware={"gpu": f"{plain}B"}))
+    narrow = run.but(hardware={"gpu": f"{plain}B"})
     before = choices[1].config.train
     assert not settled_on(narrow, torch.device("cuda"), before).layer_by_layer
     assert settled_on(run, torch.device("cpu"), before).layer_by_layer
     assert settled_on(run, torch.device("cpu")).config.train.layer_by_layer is False
     for other in ({"accumulate": 1}, {"layer_by_layer": False}, {"neftune_alpha": 5.0}):
-        assert not any(one.layer_by_layer for one in _choices(replace(run, config=run.config.but(train=other))))
-    on_gpu = replace(run, config=run.config.but(model={"experts_on": "gpu"}))
-    assert not any(one.layer_by_layer for one in _choices(on_gpu))
+        assert not any(one.layer_by_layer for one in _choices(run.but(train=other)))
+    assert not any(one.layer_by_layer for one in _choices(run.but(model={"experts_on": "gpu"})))

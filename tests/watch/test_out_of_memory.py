@@ -18,6 +18,9 @@ from moetune.errors import DoesNotFit, UserError
 from moetune.memory.measurement.live import LiveStorage, Refused
 from moetune.memory.report import PartName
 from moetune.memory.trace.tracker import Tracker
+from moetune.models.catalog.gpus import Figure, find_gpu
+from moetune.planning.savings import is_setting_of_host
+from moetune.run.resolve import resolve
 from moetune.training import loop
 from moetune.training.folder.run_folder import RunFolder
 from moetune.watch import memory_record, out_of_memory
@@ -229,3 +232,18 @@ def test_what_cannot_be_halved_is_refused(sections: dict[str, Any], said: str, c
     more = {**sections, "train": {"on_oom": "halve_micro_batch", **sections.get("train", {})}}
     with pytest.raises(UserError, match=said):
         train(configure("experts", **more))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("room", "is_named"), [pytest.param(None, True, marks=pytest.mark.full), (10**12, True), (0, False)]
+)
+def test_offload_needs_room_on_the_host(
+    room: int | None, is_named: bool, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(out_of_memory, "this_machine", lambda: None if room is None else Figure(room, "there"))
+    run = resolve(small.run_config(small_model, tmp_path / "data.jsonl", tmp_path / "out", "experts"), "cuda")
+    found = out_of_memory.remedies(run, find_gpu("l40s"), 2**16)
+    on_host = [key for one in found for key, value in one.settings.items() if is_setting_of_host(key, value)]
+    assert found
+    assert bool(on_host) == is_named, found

@@ -24,7 +24,6 @@ from moetune.memory.trace.tracing import faked
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
-from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun
 
 Passes = Callable[[Watched, Tracker], None]
@@ -46,7 +45,7 @@ def predict_forward(
     Raises:
         UserError: as `predict`.
     """
-    run = run.keeping(run.keeps) if is_open(run.config.train) else run
+    run = run.settled_as(None)
     tracing = partial(trace_forward, passes=passes, filled=filled)
     if run.device_type == "cuda":
         report = predict_memory(run, gpu=gpu, tracing=tracing)

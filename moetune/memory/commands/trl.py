@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from math import ceil
 from typing import Any
@@ -10,14 +11,13 @@ from typing import Any
 from moetune.errors import UserError
 from moetune.experts.context import CountRows
 from moetune.memory.assumed_routing import BALANCED, UNKNOWN, AssumedRouting
-from moetune.memory.predict import predict_memory
+from moetune.memory.predict import cards_of, predict_memory
 from moetune.memory.rank_memory import Allocator
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.tracing import faked
 from moetune.memory.trace.views import Trace
-from moetune.models.catalog.gpus import Gpu, find_gpu
-from moetune.run.keeps import is_open
+from moetune.models.catalog.gpus import Gpu
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
 from moetune.training.trl import TrlTrainer, prompt_length, trl_arguments
@@ -31,6 +31,7 @@ def predict_trl(
     gpu: str | Gpu | None = None,
     routing: AssumedRouting = UNKNOWN,
     allocator: Allocator | None = None,
+    cached: bool = False,
 ) -> MemoryReport:
     """Predict the peak memory of a run in a TRL trainer, with the arguments of `trl_arguments`, phase by phase.
 
@@ -43,6 +44,7 @@ def predict_trl(
             GRPO come from vLLM by `moetune.vllm_rollouts`: on the run's card, of which it takes
             `vllm_gpu_memory_utilization`, or with `vllm_mode: server` on another one.
         run, gpu, routing, allocator: as in `predict`.
+        cached: whether reports are read from disk, or written there. What TRL warns of is then said only once.
 
     Raises:
         UserError: as `predict` and `trl_arguments`; TRL is not installed or refuses the arguments; the run has several
@@ -54,11 +56,11 @@ def predict_trl(
     run = resolve(run, "cuda")
     if run.config.parallel.ranks > 1:
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
-    run = run.keeping(run.keeps) if is_open(run.config.train) else run
     tracing, generator = partial(trace_trl, trainer=trainer, more=more or {}), list[tuple[str, str]]()
+    cached_as = [trainer, dict(more or {}), version("trl")] if cached else None
     if trainer == "grpo" and (more or {}).get("use_vllm"):
         gpu, generator = _beside_vllm(run, more or {}, gpu)
-    report = predict_memory(run, tracing=tracing, gpu=gpu, routing=routing, allocator=allocator)
+    report = predict_memory(run, gpu=gpu, routing=routing, allocator=allocator, tracing=tracing, cached_as=cached_as)
     assumptions = [line for line in report.assumptions if not line.startswith("every sequence has")]
     named = ("trainer", f"TRL's {trainer.upper()}" + "".join(f", {key}={value}" for key, value in (more or {}).items()))
     about = dict((named, *generator, *report.about))
@@ -87,14 +89,14 @@ def _beside_vllm(
         raise UserError("vllm_enable_sleep_mode: vLLM keeps its memory beside moetune.vllm_rollouts; leave it out")
     if (mode := more.get("vllm_mode", "colocate")) == "server":
         return gpu, [("generator", "vLLM on another card")]
-    share, names = more.get("vllm_gpu_memory_utilization", 0.3), (gpu,) if gpu else run.config.hardware.names
+    share = more.get("vllm_gpu_memory_utilization", 0.3)
     if mode != "colocate" or not isinstance(share, float) or not 0 < share < 1:
         raise UserError(
             f"vllm_mode={mode}, vllm_gpu_memory_utilization={share}: give server or colocate, and a number below 1"
         )
-    if not names:
+    if not (gpu or run.config.hardware.names):
         raise UserError("vLLM takes a part of a card, and none is known; name one with --gpu")
-    card = names[0] if isinstance(names[0], Gpu) else find_gpu(names[0])
+    card = cards_of(run, gpu)[0]
     weights = 2 * sum(weight.numel() for weight in run.model.plain.parameters())
     if run.model.source.quantization.method in ("", "moetune") and weights > card.memory.value * share:
         raise UserError(

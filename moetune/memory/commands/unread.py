@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moetune.config.schema import HardwareConfig
+from moetune.config.schema import HardwareConfig, ParallelConfig
 from moetune.experts.host import mark_on_host
 from moetune.formats.base import Quantized
 from moetune.memory.about import version
@@ -115,8 +115,7 @@ def report_of(tracker: Tracker, model: str, about: Mapping[str, str], card: Gpu 
         load = LoadPeaks(parts.total, 0)
         return MemoryReport(model, None, (rank,), (), load, about=lines, host=host, device="cpu")
     gpu = card if isinstance(card, Gpu) else find_gpu(card)
-    allocator, outside = allocator_here("expandable"), gpu.context.value
-    rank = rank_memory(traced, gpu, outside, allocator, 0, gpu.memory.value - outside)
+    rank = rank_memory(traced, gpu, ParallelConfig(), allocator_here("expandable"))
     return MemoryReport(
         model,
         GpuMemory(card if isinstance(card, str) else gpu.full_name, gpu.memory.value),

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moetune.memory.phases import Phase
-from moetune.memory.report import PartName
+from moetune.memory.report import PartName, Phase
 from moetune.memory.time.work import Done
 from moetune.parallel.messages import Message
 

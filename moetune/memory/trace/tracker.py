@@ -31,8 +31,7 @@ from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
 from moetune.kernels.runner import Outputs, running_by
 from moetune.memory.kernels import workspace
-from moetune.memory.phases import FORWARD_PHASES, ONCE_PHASES, Phase
-from moetune.memory.report import PartName
+from moetune.memory.report import FORWARD_PHASES, ONCE_PHASES, PartName, Phase
 from moetune.memory.time.work import Done, Work, WorkPart, size_of, tensors_in, works, written_by
 from moetune.memory.trace.log import OUTSIDE, Block, Cut, Log, Mark, Sent, Turn
 from moetune.memory.trace.segments import Point, Segment, key_of

@@ -24,7 +24,7 @@ from moetune.compat.trl import (
     run_steps,
 )
 from moetune.errors import UserError
-from moetune.memory.phases import Phase
+from moetune.memory.report import Phase
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.generating import generate_ends
 from moetune.memory.trace.log import OUTSIDE

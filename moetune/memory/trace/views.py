@@ -10,8 +10,8 @@ import numpy as np
 
 from moetune.errors import UserError
 from moetune.memory.allocator import SMALLEST_BLOCK, WORKSPACES
-from moetune.memory.phases import ONCE_PHASES, Phase
 from moetune.memory.report import (
+    ONCE_PHASES,
     PART_NAMES,
     Allocation,
     Collective,
@@ -19,6 +19,7 @@ from moetune.memory.report import (
     Moment,
     PartName,
     Parts,
+    Phase,
     Sample,
 )
 from moetune.memory.time.work import Work, WorkPart, sums

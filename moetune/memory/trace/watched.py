@@ -16,7 +16,7 @@ from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.nf4 import Nf4
 from moetune.memory.kernels.attention import replace_attention
-from moetune.memory.phases import FORWARD_PHASES
+from moetune.memory.report import FORWARD_PHASES
 from moetune.memory.time.work import WorkPart
 from moetune.memory.trace.log import OUTSIDE
 from moetune.memory.trace.tracker import Tracker

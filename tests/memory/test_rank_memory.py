@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from moetune.config.schema import ParallelConfig
-from moetune.memory.outside_allocator import CONNECTION, communicators, outside_allocator
+from moetune.memory.rank_memory import CONNECTION, communicators, outside_allocator
 from moetune.models.catalog.gpus import find_gpu
 
 
