@@ -140,7 +140,7 @@ class _Reader:
         return parsed
 
     def _lost(self, adapter: Adapter) -> Iterator[str]:
-        """Yield a line for each target of the settings that the base has, and the file has no factors of."""
+        """Yield a line for each target of the settings that the base has, and of which the file lacks factors."""
         settings, with_factors = self.stored.settings, adapter.named().keys()
         if settings.get("exclude_modules") or settings.get("layers_to_transform"):
             return
@@ -150,8 +150,9 @@ class _Reader:
         for setting, known in (("target_modules", linears), ("target_parameters", stacks)):
             for target in settings[setting] if isinstance(settings.get(setting), list) else ():
                 names = {name for path, name in known.items() if f".{path}".endswith(f".{target}")}
-                if names and names.isdisjoint(with_factors):
-                    yield f"{target}: is in {setting} of adapter_config.json, and the file has no factors of it"
+                if lost := sorted(names - with_factors):
+                    of = "it" if len(lost) == len(names) else f"{len(lost)} of {len(names)} layers, as {lost[0]}"
+                    yield f"{target}: is in {setting} of adapter_config.json, and the file has no factors of {of}"
 
     # --- Names ------------------------------------------------------------------------------------------------------
 

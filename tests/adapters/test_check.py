@@ -142,6 +142,9 @@ IGNORED: dict[str, tuple[str, Change, str]] = {
     "a target without factors": (
         "peft", both(drop("q_proj"), say(target_modules=["q_proj"])), "q_proj: is in target_modules .*no factors",
     ),
+    "a target without factors in some layers": (
+        "peft", both(drop("layers.1.self_attn.q_proj"), say(target_modules=["q_proj"])), "q_proj: .*of 1 of 2 layers",
+    ),
     "experts without factors": (
         "per-expert", both(drop("w2"), say(target_parameters=["mlp.experts.down_proj"])), "down_proj: is in target_p",
     ),

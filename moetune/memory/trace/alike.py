@@ -1,11 +1,12 @@
 """Choice of the decoder layers that a trace runs in place of many identical ones.
 
-Identical layers between identical neighbours allocate the same memory in the same order. So a stack of decoder layers
-is shortened like a walk that visits places again: if two layers are alike, and so are the layers before them, the
-stretch from one to the other is left out, unless only there a layer has its kind of neighbours. Of many identical
-layers the first, the second and the last are run; of layers that alternate, such as attention with a window and
-without, about one period. Each layer that is left out has the place of one that is run, which stands for it: repeat.py
-writes out its part of the log.
+Identical layers allocate the same memory in the same order if their neighbours have equal sides: what of a layer goes
+beyond it, such as its experts, which are copied one layer ahead, or where its input is kept. So a stack of decoder
+layers is shortened like a walk that visits places again: if two layers have equal sides, and so have the layers before
+them, the stretch from one to the other is left out, unless only there a kind of layer has such neighbours. Of many
+identical layers the first, the second and the last are run; of layers that alternate, such as attention with a window
+and without, one of each kind besides. Each layer that is left out has the place of one that is run, which stands for
+it: repeat.py writes out its part of the log.
 """
 
 from collections import Counter
@@ -34,10 +35,17 @@ class Stack:
     like: tuple[int, ...]
 
     @classmethod
-    def of(cls, kinds: Sequence[Hashable]) -> "Stack":
-        """Choose the layers to run, given for each decoder layer a value that is equal for identical ones."""
+    def of(cls, kinds: Sequence[Hashable], sides: Sequence[Hashable] | None = None) -> "Stack":
+        """Choose the layers to run.
+
+        Args:
+            kinds: for each decoder layer, a value that is equal for identical ones.
+            sides: for each, a value that is equal for those that are identical for their neighbours; None: `kinds`.
+        """
         numbers: dict[Hashable, int] = {}
-        return _shortened(tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds))
+        return _shortened(
+            *(tuple(numbers.setdefault(kind, len(numbers)) for kind in values) for values in (kinds, sides or kinds))
+        )
 
     @classmethod
     def whole(cls, layers: int) -> "Stack":
@@ -66,18 +74,20 @@ def shorten(run: ResolvedRun, ranks: Ranks, *, whole: bool = False) -> Shortened
     stand for each other. Layers on other ranks are not left out yet, because what trains in them matters. With
     `whole` every layer runs.
     """
-    kinds = kinds_of(run, ranks.coordinates.ep)
     mine = run.held_layers(ranks.coordinates.pp)
-    stack = Stack.whole(len(mine)) if whole else Stack.of([(stage, kinds[layer]) for layer, stage in mine.items()])
+    of_stages = (
+        [(stage, values[layer]) for layer, stage in mine.items()] for values in kinds_of(run, ranks.coordinates.ep)
+    )
+    stack = Stack.whole(len(mine)) if whole else Stack.of(*of_stages)
     layers = [*mine]
     return Shortened(run.without_layers(set(layers) - {layers[number] for number in stack.kept}), stack)
 
 
 @cache
-def _shortened(kinds: tuple[int, ...]) -> Stack:
+def _shortened(kinds: tuple[int, ...], sides: tuple[int, ...]) -> Stack:
     """Return `Stack.of` of layers whose kinds are given as numbers."""
-    before, after = (-1, *kinds[:-1]), (*kinds[1:], -1)
-    contexts = tuple(zip(before, kinds, after, strict=True))  # of each layer: the kinds of its neighbours and its own
+    before, after = (-1, *sides[:-1]), (*sides[1:], -1)
+    contexts = tuple(zip(before, sides, after, kinds, strict=True))
     kept = list(range(len(kinds)))
     while stretch := _needless(kept, contexts):
         del kept[stretch]
@@ -88,11 +98,12 @@ def _shortened(kinds: tuple[int, ...]) -> Stack:
     return Stack(tuple(kept), tuple(own.get(layer, place[context]) for layer, context in enumerate(contexts)))
 
 
-def _needless(kept: Sequence[int], contexts: Sequence[tuple[int, int, int]]) -> slice | None:
+def _needless(kept: Sequence[int], contexts: Sequence[tuple[int, int, int, int]]) -> slice | None:
     """Return the longest stretch of `kept` that can be left out; None if there is none.
 
-    The layers at both of its ends must continue as before: the first layer of the stretch and the layer after it are
-    of one kind, and so are the layers before these two. And of each of its contexts a layer must remain elsewhere.
+    `contexts` are, for each layer, the sides of the layer before it, of itself and of the layer after it, and its kind.
+    The layers at both ends of a stretch must continue as before: the first layer of the stretch and the layer after it
+    have equal sides, and so have the layers before these two. And of each context a layer must remain elsewhere.
     """
     left = Counter(contexts[layer] for layer in kept)
     for size in range(len(kept) - 2, 0, -1):
@@ -104,15 +115,17 @@ def _needless(kept: Sequence[int], contexts: Sequence[tuple[int, int, int]]) -> 
     return None
 
 
-def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
-    """Return, for each decoder layer, all properties that its memory depends on; equal for identical layers, and equal
-    in every process. `ep` is the rank's position on the `ep` axis, which decides the experts that it holds."""
+def kinds_of(run: ResolvedRun, ep: int) -> tuple[list[Hashable], list[Hashable]]:
+    """Return for each decoder layer its kind and its side, as `Stack.of` takes them: all properties that its own memory
+    depends on, and those that its neighbours' depends on; equal in every process. `ep` is the rank's position on the
+    `ep` axis, which decides the experts that it holds."""
     selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     # Whether gradients pass through the layer even if nothing in it trains: always under checkpointing, else if an
     # earlier layer or a weight outside of the layers trains.
     arrive = recomputes_layers(run.config.train) or bool(selection.full & outside)
-    kinds: list[Hashable] = []
+    shapes = {layer.index: layer.shape for layer in run.structure.moe_layers}
+    kinds, sides = list[Hashable](), list[Hashable]()
     for number, (path, made) in enumerate(made_alike(run.model.plain).items()):
         trains = (
             tuple(sorted(name.removeprefix(path) for name in selection.full if name.startswith(f"{path}."))),
@@ -127,24 +140,19 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
             selection.lora_experts.get(number, ()),
         )
         linears = run.quantized_linears.items()
-        stored = (
-            run.config.model.storage_of("experts", number),
-            *sorted((one.removeprefix(path), storage) for one, storage in linears if one.startswith(f"{path}.")),
-        )
+        stored = tuple(sorted((at.removeprefix(path), storage) for at, storage in linears if at.startswith(f"{path}.")))
         kept = tuple(sorted(run.keeps.get(number, ())))
         stays = "host" in kept and number == 0  # its input, a frozen embedding's output, stays on the GPU
         carried = number in run.carried_layers
-        kinds.append((arrive, stays, carried, kept, trains, stored, held.get(number, ()), made))
+        experts = run.config.model.storage_of("experts", number), held.get(number, ()), shapes.get(number)
+        sides.append((arrive, stays, carried, kept, any(trains), experts))
+        kinds.append((sides[-1], trains, stored, made))
         arrive = arrive or any(trains)
-    return _with_fetched(kinds, run) if run.config.model.experts_on == "host" else kinds
-
-
-def _with_fetched(kinds: list[Hashable], run: ResolvedRun) -> list[Hashable]:
-    """Return the kinds with those of the layers whose experts are copied from the host while a layer computes: the
-    layers with experts before and after it, if they are not its neighbours, which count anyway."""
-    layers = [layer.index for layer in run.structure.moe_layers]
-    if all(after - before == 1 for before, after in pairwise(layers)):
-        return kinds
-    around = [None, *(kinds[layer] for layer in layers), None]
-    fetched = dict(zip(layers, zip(around, around[2:], strict=False), strict=True))
-    return [(kind, fetched.get(number)) for number, kind in enumerate(kinds)]
+    layers = [*shapes]
+    if run.config.model.experts_on == "host" and any(after - before > 1 for before, after in pairwise(layers)):
+        # while a layer computes, experts of layers that are not its neighbours are copied from the host
+        around = [None, *(sides[layer] for layer in layers), None]
+        fetched = dict(zip(layers, zip(around, around[2:], strict=False), strict=True))
+        for values in (kinds, sides):
+            values[:] = [(value, fetched.get(number)) for number, value in enumerate(values)]
+    return kinds, sides

@@ -347,8 +347,8 @@ class Tracker(TorchDispatchMode):
 
     def _on_host(self, args: Any, kwargs: Any) -> bool:
         """Return whether an operation runs on the host: all its tensor arguments are tracked as host memory."""
-        numbers = [self.block_of(tensor) for tensor in tensors_in((args, *kwargs.values()))]
-        return bool(numbers) and all(number is not None and self.log.blocks[number].on_host for number in numbers)
+        on_host = map(self.is_host, tensors_in((args, *kwargs.values())))
+        return next(on_host, False) and all(on_host)
 
     # --- Work ---------------------------------------------------------------------------------------------------
 
