@@ -273,7 +273,8 @@ def _divides_evenly(run: ResolvedRun) -> bool:
     parallel = run.config.parallel
     if parallel.fsdp == 1 or parallel.engine == "deepspeed":  # which pads one flat tensor of all trained parameters
         return True
-    unlike = {kind: layer for layer, kind in enumerate(kinds_of(run, 0))}  # a layer of each kind has all sizes
+    kinds, _ = kinds_of(run, 0)
+    unlike = {kind: layer for layer, kind in enumerate(kinds)}  # a layer of each kind has all sizes
     short = run.without_layers(set(range(run.structure.num_layers)) - set(unlike.values()))
     shapes = (p.shape for p in build(short, "meta").model.parameters() if p.requires_grad)
     return all(shape[0] % parallel.fsdp == 0 for shape in shapes if shape)
