@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, count
@@ -209,20 +209,21 @@ class Loop:
         size, sums = self.micro_batch, Sums()
         parts = [(rows[at : at + size], counts) for rows, counts in batches for at in range(0, len(rows), size)]
         made = self._collated(parts, size)
-        together = [made] if self.stepper.takes_all else [[batch] for batch in made]
+        together: Iterable[list[dict[str, Any]]] = [[*made]] if self.stepper.takes_all else ([batch] for batch in made)
         for number, given in enumerate(together):
             self.where.step, self.where.micro_step, self.where.phase = self.step + 1, number, "forward"
-            last = number == len(together) - 1
+            last = self.stepper.takes_all or number == len(parts) - 1
             results = self.stepper.micro_steps([*map(self._on_device, given)], tokens, last=last)
             for batch, done in zip(given, results, strict=True):
                 sums.add(done, batch["input_ids"].numel(), _unpadded(batch))
+            del batch  # which on a CPU is memory of the device
         return sums
 
-    def _collated(self, parts: list[tuple[list[Row], bool]], size: int) -> list[dict[str, Any]]:
-        """Return the micro-batches of a step: of a pipeline as many as it needs."""
+    def _collated(self, parts: list[tuple[list[Row], bool]], size: int) -> Iterable[dict[str, Any]]:
+        """Return the micro-batches of a step, each made when it is asked for: of a pipeline as many as it needs."""
         if self.ranks.parallel.pp > 1:
             return collate_evenly(parts, size, self.config.train.accumulate, self.collate)
-        return [self.collate(rows) if counts else uncounted(self.collate(rows)) for rows, counts in parts]
+        return (self.collate(rows) if counts else uncounted(self.collate(rows)) for rows, counts in parts)
 
     def _on_device(self, batch: dict[str, Any]) -> Batch:
         return {name: x.to(self.device) if torch.is_tensor(x) else x for name, x in batch.items()}
