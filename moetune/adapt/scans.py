@@ -1,23 +1,26 @@
-"""Scans of linear attention and Mamba in transformers' own code, recomputed in backward.
+"""Scans and hyper-connections in transformers' own code, recomputed in backward.
 
 A scan carries a state along a sequence. Without the package of its kernel (flash-linear-attention, mamba-ssm),
 transformers computes it in torch, chunk by chunk, and autograd keeps every intermediate result in float32: many times
-what goes in. Here a scan keeps its inputs alone and is computed once more in backward.
+what goes in. A hyper-connection mixes the streams of a residual; autograd keeps several float32 copies of all streams,
+and each iteration of a Sinkhorn-Knopp projection. Here both keep their inputs alone and are computed once more in
+backward.
 
-A scan allocates the same storages in the same order whenever its inputs have the same shapes. So a trace need not run
+Both allocate the same storages in the same order whenever their inputs have the same shapes. So a trace need not run
 each: it takes the place of `runner.run`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moetune.adapt.documents import modules_with_state, put_before
-from moetune.compat.transformers import scans_of
+from moetune.compat.transformers import is_hyper_connection, scans_of
 from moetune.kernels.runner import Outputs, runner
 from moetune.models.stack import decoder_layers
 
@@ -33,12 +36,27 @@ class _Scanning(nn.Module):
             return super().forward(*args, **kwargs)
 
 
+class _Mixing(nn.Module):
+    """Base class of hyper-connections that keep only their inputs and weights."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def mixed(weights: dict[str, Tensor], settings: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+            with patch.dict(self._parameters, weights):
+                return super(_Mixing, self).forward(*args, **kwargs)
+
+        settings = type(self), *(value for value in vars(self).values() if isinstance(value, (int, float)))
+        return _recomputed(mixed)(dict(self._parameters), settings, *args, **kwargs)
+
+
 def recompute_scans(model: nn.Module) -> None:
-    """Let the scans of all decoder layers keep only their inputs for backward, in place."""
+    """Let the scans and hyper-connections of all decoder layers keep only their inputs for backward, in place."""
     for layer in decoder_layers(model).values():
         for module in modules_with_state(layer):
             if scans_of(module) and not isinstance(module, _Scanning):
                 put_before(_Scanning, module)
+        for module in layer.modules():
+            if is_hyper_connection(module) and not isinstance(module, _Mixing):
+                put_before(_Mixing, module)
 
 
 def _recomputed(operation: Callable[..., Any]) -> Callable[..., Any]:

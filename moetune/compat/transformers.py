@@ -281,6 +281,11 @@ def scans_of(module: nn.Module) -> tuple[Operation, ...]:
     return _operations(_kinds(module), _SCANS)
 
 
+def is_hyper_connection(module: nn.Module) -> bool:
+    """Return whether a module weighs and mixes the streams of a residual around a sublayer (arXiv 2512.24880)."""
+    return type(module).__name__.endswith("HyperConnection")
+
+
 def convolutions_of(module: nn.Module) -> tuple[Operation, ...]:
     """Return the convolutions along a sequence, [B, channels, S], that the code of a module calls."""
     return _operations(_kinds(module), (_CONVOLUTION,))

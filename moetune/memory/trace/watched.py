@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moetune.adapt.build import Adapted
 from moetune.compat.bitsandbytes import Linear4bit
+from moetune.compat.transformers import is_hyper_connection
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.nf4 import Nf4
@@ -167,13 +168,14 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
 
 def named_modules(adapted: Adapted) -> dict[nn.Module, str]:
     """Return module -> path for the modules that a report names. They are at most two levels below a decoder layer or,
-    outside of the layers, below the model; modules inside of a layer's experts are left out."""
+    outside of the layers, below the model; modules inside of a layer's experts and hyper-connections are left out."""
     layers = tuple(f"{path}." for path in decoder_layers(adapted.model))
-    experts = tuple(f"{layer.experts}." for layer in adapted.structure.moe_layers)
-    named = {}
+    named, whole = {}, {layer.experts for layer in adapted.structure.moe_layers}
+    whole |= {path for path, module in adapted.model.named_modules() if is_hyper_connection(module)}
+    inside = tuple(f"{path}." for path in whole)
     for path, module in adapted.model.named_modules():
         layer = next((prefix for prefix in layers if path.startswith(prefix)), "")
-        if path and not path.startswith(experts) and path[len(layer) :].count(".") <= 1:
+        if path and not path.startswith(inside) and path[len(layer) :].count(".") <= 1:
             named[module] = path
     return named
 
