@@ -215,8 +215,8 @@ def largest_of(weight: Tensor) -> Tensor:
 def require(fits: bool, parts: Parts) -> None:
     """Raise `ValueError`, naming the dtypes and shapes of the parts, if `fits` is False."""
     if not fits:
-        found = ", ".join(f"{name or 'weight'} {part.dtype} {[*part.shape]}" for name, part in parts.items())
-        raise ValueError(f"its parts do not fit together: {found}")
+        listed = ", ".join(f"{name or 'weight'} {part.dtype} {[*part.shape]}" for name, part in parts.items())
+        raise ValueError(f"its parts do not fit together: {listed}")
 
 
 def refuse_zeros(scales: Tensor, part: Stored) -> None:

@@ -108,8 +108,8 @@ class SourceQuantization:
         format, in which it is in 16 bits."""
         if storage != (self.among or self.base):
             return False
-        is_in = not self.only or any(_names(*one) for one in product(self.only, paths))
-        return not is_in or any(_names(*one) for one in product(self.left_out, paths))
+        is_in = not self.only or any(_names(*pair) for pair in product(self.only, paths))
+        return not is_in or any(_names(*pair) for pair in product(self.left_out, paths))
 
     def experts_as_published(
         self, config: ResolvedModelConfig, experts: Mapping[int, list[str]]
@@ -207,9 +207,9 @@ def scheme_of(settings: Settings) -> Scheme | None:
         format = group.get("format") or settings.get("format")
         schemes.append(Scheme(str(format), kind, weights, patterns("config_groups.targets", group.get("targets"))))
     sizes = ("group_size", "block_structure", "actorder", "symmetric")
-    if not schemes or len({str((one.format, one.kind, *map(one.weights.get, sizes))) for one in schemes}) > 1:
+    if len({str((scheme.format, scheme.kind, *map(scheme.weights.get, sizes))) for scheme in schemes}) != 1:
         return None
-    only = tuple(pattern for one in schemes for pattern in one.only)
+    only = tuple(pattern for scheme in schemes for pattern in scheme.only)
     return replace(schemes[0], only=() if "Linear" in only else only)
 
 

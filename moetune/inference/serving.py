@@ -107,9 +107,9 @@ def serving(
         notes.append(f"the run's adapter is in {folder}; remove it to export again")
     adapter = folder if (folder / CONFIG_FILE).is_file() else None
     more, base, slot = ([], what, 0) if adapter is None else _with_adapter(adapter, program, name, on_cpu=gpu is None)
-    found = find(base, device="cpu" if gpu is None else "cuda")
-    context = None if gpu is None else _context(found, program, requests, gpu, slot)
-    source = found.resolved.source
+    opened = find(base, device="cpu" if gpu is None else "cuda")
+    context = None if gpu is None else _context(opened, program, requests, gpu, slot)
+    source = opened.resolved.source
     if source.quantized_base is not None:
         raise UserError(f"{program} does not read moetune's quantized bases; give {source.quantized_base.source}")
     dtype, conversions = source.config.dtype, list[list[str]]()
@@ -165,13 +165,13 @@ def _with_adapter(adapter: Path, program: str, name: str, *, on_cpu: bool) -> tu
     return options, base, size * rank // most
 
 
-def _context(found: Opened, program: str, requests: int, gpu: str | Gpu, slot: int) -> int:
+def _context(opened: Opened, program: str, requests: int, gpu: str | Gpu, slot: int) -> int:
     """Return the longest context of this many requests for which a card has room beside the weights and an adapter's
     `slot` bytes."""
-    most = int(getattr(found.settings.get_text_config(), "max_position_embeddings", 0) or 1 << 17)
+    most = int(getattr(opened.settings.get_text_config(), "max_position_embeddings", 0) or 1 << 17)
 
     def predict(number: int) -> MemoryReport:
-        return predict_generate(found, 1, (number + 1) * _STEP - 1, batch=requests, gpu=gpu)
+        return predict_generate(opened, 1, (number + 1) * _STEP - 1, batch=requests, gpu=gpu)
 
     def left(report: MemoryReport) -> int:
         """vLLM takes nine tenths of a card (`--gpu-memory-utilization`)."""

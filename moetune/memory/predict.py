@@ -220,7 +220,7 @@ def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
     """Return the estimated time of a traced step on a GPU; None if its speed is unknown or no work was counted."""
     train = config.train
     tokens = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(config.parallel)
-    sent = (one.bytes for one in traced.collectives)
+    sent = (collective.bytes for collective in traced.collectives)
     return duration(traced.work, tokens, card, sent, bubble(config.parallel, train.accumulate))
 
 

@@ -90,9 +90,10 @@ def unmatched_base(model: ResolvedModelConfig, structure: ModelStructure) -> Ite
     if not isinstance(base := model.base, BaseConfig):
         return
     parts: dict[int, list[str]] = {layer: [] for layer in range(structure.num_layers)}  # of each layer
-    for one in structure.parameters:
-        if one.layer is not None and one.component in BASE_PARTS and one.component not in parts[one.layer]:
-            parts[one.layer].append(one.component)
+    for parameter in structure.parameters:
+        layer, component = parameter.layer, parameter.component
+        if layer is not None and component in BASE_PARTS and component not in parts[layer]:
+            parts[layer].append(component)
     named = [("parts", [*chain(*parts.values())], base.parts)]
     if unknown := base.layers.keys() - parts.keys():
         yield f"model.base.layers: {ranges(unknown)}, and the model has the layers 0-{structure.num_layers - 1}"
@@ -353,7 +354,7 @@ def _not_one_after_the_other(run: ResolvedRun) -> Iterator[str]:
         yield f"parallel.pp: {structure.model_type!r} cannot be divided into stages: {reason}; set parallel.pp: 1"
         return
     embedding = run.model.plain.get_input_embeddings().weight
-    outside = {one.name for one in structure.parameters if one.layer is None}
+    outside = {part.name for part in structure.parameters if part.layer is None}
     chosen = {name for name in selection.full if name in outside}
     chosen |= {f"{path}.weight" for path in selection.lora_linears if f"{path}.weight" in outside}
     for name in sorted(chosen):

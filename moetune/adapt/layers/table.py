@@ -32,8 +32,8 @@ class HostTable(HostModule, nn.Embedding):
         ids = mark_on_host(torch.empty(input.shape, dtype=input.dtype, pin_memory=pinned)).copy_(input)
         rows = table.new_empty((ids.numel(), self.embedding_dim), pin_memory=pinned)
         torch.index_select(table, 0, ids.view(-1), out=rows)
-        found = torch.empty((*input.shape, self.embedding_dim), dtype=table.dtype, device=input.device)
-        return found.copy_(rows.view(found.shape), non_blocking=True)
+        on_device = torch.empty((*input.shape, self.embedding_dim), dtype=table.dtype, device=input.device)
+        return on_device.copy_(rows.view(on_device.shape), non_blocking=True)
 
 
 def keep_on_host(embedding: nn.Embedding) -> None:

@@ -168,4 +168,4 @@ class AdaptConfig(Section):
     def has_memory_budget(self) -> bool:
         """Whether a choice of experts has a budget in bytes, so its size depends on predictions (routing/select.py)."""
         of_lora = None if self.lora is None else self.lora.ids
-        return any(isinstance(one, ChoiceConfig) and isinstance(one.budget, str) for one in (self.experts, of_lora))
+        return any(isinstance(ids, ChoiceConfig) and isinstance(ids.budget, str) for ids in (self.experts, of_lora))

@@ -96,7 +96,7 @@ def data_sets(written: str | Sequence[str | WeightedData] | None, split: str | N
     Names end with `split`, the value of `data.split`, unless they name a split themselves.
     """
     several = (written,) if isinstance(written, str) else written or ()
-    weighted = [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in several]
+    weighted = [(entry, 1.0) if isinstance(entry, str) else (entry.path, entry.weight) for entry in several]
     return [(name if split is None else _of_split(name, split), weight) for name, weight in weighted]
 
 

@@ -53,7 +53,10 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     others = (part for part in structure.parameters if part.layer is None and part.name not in on_host_only)
     outside = max((part.numel for part in others), default=0)
     stored_as = {layer: model.storage_of("experts", layer.index) for layer in structure.moe_layers}
-    kinds = {(x.shape, one, one == storage_in(published.base, "experts", x.index)) for x, one in stored_as.items()}
+    kinds = {
+        (layer.shape, storage, storage == storage_in(published.base, "experts", layer.index))
+        for layer, storage in stored_as.items()
+    }
     if model.weights == "random":
         drawn = [
             shape.num_experts * shape.parameters_per_expert * dtype.itemsize

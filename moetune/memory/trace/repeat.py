@@ -56,17 +56,17 @@ def stretches(log: Log, kept: Sequence[int]) -> list[Stretch]:
     """Divide a whole log into stretches, in order and without gaps. `kept` are the numbers, in the log, of the decoder
     layers that ran, ascending (none: one stretch)."""
     place = {layer: index for index, layer in enumerate(kept)}
-    found: list[Stretch] = []
+    divided: list[Stretch] = []
     at, number = 0, -1
 
     def close(stop: int, layer: int = OUTSIDE, backward: bool = False) -> None:
         nonlocal at, number
         if stop > at:
-            before = found[-1] if found else Stretch(0, 0)
+            before = divided[-1] if divided else Stretch(0, 0)
             turn = layer - before.layer if not backward else before.layer - layer
             if layer != OUTSIDE and (before.layer == OUTSIDE or before.backward is not backward or turn <= 0):
                 number += 1
-            found.append(Stretch(at, stop, layer, number, backward))
+            divided.append(Stretch(at, stop, layer, number, backward))
         at = stop
 
     entered: int | None = None  # the layer whose backward pass is running
@@ -85,7 +85,7 @@ def stretches(log: Log, kept: Sequence[int]) -> list[Stretch]:
             close(cut.at, OUTSIDE if entered is None else entered, backward=entered is not None)
             entered = layer
     close(len(log.entries))
-    return found
+    return divided
 
 
 def stretches_of_turns(log: Log) -> list[Stretch]:
@@ -129,8 +129,9 @@ class Owners:
     def __init__(self, log: Log, kept: Sequence[int], *, turns: bool = False) -> None:
         self.log, self.are_turns = log, turns
         self.stretches = stretches_of_turns(log) if turns else stretches(log, kept)
-        self.stretch_at = np.repeat(np.arange(len(self.stretches)), [one.stop - one.start for one in self.stretches])
-        self._layers = layers = np.array([one.layer for one in self.stretches], dtype=np.int64)[self.stretch_at]
+        lengths = [stretch.stop - stretch.start for stretch in self.stretches]
+        self.stretch_at = np.repeat(np.arange(len(lengths)), lengths)
+        self._layers = layers = np.array([stretch.layer for stretch in self.stretches], dtype=np.int64)[self.stretch_at]
         self.born = layers[[block.born for block in log.blocks]]
         place = {} if turns else {layer: index for index, layer in enumerate(kept)}
         self.of = np.array(
@@ -150,7 +151,7 @@ class Owners:
         the same layer have the role before); and (layer, role, that number) -> block."""
         seen = Counter[tuple[int, Hashable]]()
         roles: dict[int, tuple[Hashable, int]] = {}
-        found: dict[tuple[int, Hashable, int], int] = {}
+        in_role: dict[tuple[int, Hashable, int], int] = {}
         stretch_at = self.stretch_at.tolist()
         ended = self._layers[[block.born if block.died is None else block.died for block in self.log.blocks]]
 
@@ -159,8 +160,8 @@ class Owners:
             its layer, or the stretch outside of layers; None if there is no entry."""
             if at is None:
                 return None
-            its = self.stretches[stretch_at[at]]
-            return ("outside", stretch_at[at]) if its.layer == OUTSIDE else (its.number, its.layer - layer)
+            stretch = self.stretches[stretch_at[at]]
+            return ("outside", stretch_at[at]) if stretch.layer == OUTSIDE else (stretch.number, stretch.layer - layer)
 
         for number in np.flatnonzero((self.born != self.of) | (ended != self.of)).tolist():
             block, layer = self.log.blocks[number], int(self.of[number])
@@ -169,13 +170,13 @@ class Owners:
             before = seen[layer, role]
             seen[layer, role] = before + 1
             roles[number] = role, before
-            found[layer, role, before] = number
-        return roles, found
+            in_role[layer, role, before] = number
+        return roles, in_role
 
     def alike(self, block: int, layer: int) -> int | None:
         """Return the block of `layer` in the role that `block` has in its own layer; None if there is none."""
-        roles, found = self._roles
-        return found.get((layer, *roles[block]))
+        roles, in_role = self._roles
+        return in_role.get((layer, *roles[block]))
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ class Events:
             like: for each layer of the whole model, the index in `kept` of the layer that stands for it.
             turns: expand micro-batches that take turns into all of a step; `kept` and `like` are their numbers.
         """
-        copies = tuple(tuple(layer for layer, one in enumerate(like) if one == index) for index in range(len(kept)))
+        copies = tuple(tuple(layer for layer, index in enumerate(like) if index == own) for own in range(len(kept)))
         return _Expansion(log, Owners(log, kept, turns=turns), tuple(kept), copies, like).events()
 
     def column(self, name: str) -> np.ndarray:
@@ -273,8 +274,8 @@ def all_turns(log: Log, like: Sequence[int]) -> Log:
         np.where(events.signs > 0, events.storages, ~events.storages).tolist(),
         [replace(mark, at=event) for event, mark, *_ in events.marks],
         [cut._replace(at=at[cut.at]) for cut in log.cuts],
-        sent=[moved(one) for one in log.sent for _ in range(count[one.micro_step])],
-        done=[moved(one)._replace(times=one.times * count[one.micro_step]) for one in log.done],
+        sent=[moved(sent) for sent in log.sent for _ in range(count[sent.micro_step])],
+        done=[moved(done)._replace(times=done.times * count[done.micro_step]) for done in log.done],
     )
 
 
@@ -315,12 +316,16 @@ class _Expansion:
 
     def events(self) -> Events:
         """Return the events of the whole model."""
-        for number, its in groupby(self.owners.stretches, lambda one: OUTSIDE if one.layer == OUTSIDE else one.number):
-            if number == OUTSIDE:
-                for stretch in its:
+
+        def pass_of(stretch: Stretch) -> int | None:
+            return None if stretch.layer == OUTSIDE else stretch.number
+
+        for in_pass, of_pass in groupby(self.owners.stretches, pass_of):
+            if in_pass is None:
+                for stretch in of_pass:
                     self._outside(stretch)
             else:
-                self._pass({stretch.layer: stretch for stretch in its})
+                self._pass({stretch.layer: stretch for stretch in of_pass})
         turn, place, block, layer = (np.concatenate(column) for column in zip(*self.rows, strict=True))
         births = self.births[place]
         most = len(self.like) + 1
@@ -431,14 +436,14 @@ class _Expansion:
             if mark.at < length:
                 of_stretch[self.owners.stretch_at[mark.at]].append(mark)
         numbers = {stretch.start: number for number, stretch in enumerate(self.owners.stretches)}
-        found = [
+        marks = [
             (happens * length + mark.at, mark, stretch.layer, layer)
             for happens, (stretch, layer) in enumerate(self.turns)
             for mark in of_stretch.get(numbers[stretch.start], ())
         ]
-        found += [(len(self.turns) * length, mark, OUTSIDE, OUTSIDE) for mark in self.log.marks if mark.at >= length]
-        events = np.searchsorted(turn * length + place, [one[0] for one in found]).tolist()
+        marks += [(len(self.turns) * length, mark, OUTSIDE, OUTSIDE) for mark in self.log.marks if mark.at >= length]
+        events = np.searchsorted(turn * length + place, [when for when, *_ in marks]).tolist()
         return [
             (event, mark, OUTSIDE if own == OUTSIDE else self.kept[own], layer)
-            for event, (_, mark, own, layer) in zip(events, found, strict=True)
+            for event, (_, mark, own, layer) in zip(events, marks, strict=True)
         ]

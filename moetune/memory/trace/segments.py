@@ -86,13 +86,13 @@ class Segment:
             return None
         of_input = {number: place for place, number in enumerate(inputs) if number is not None}
         done: dict[Any, Done] = {}
-        for one in log.done[start.done :]:
-            if one.block is not None and one.block < first and one.block not in of_input:
+        for record in log.done[start.done :]:
+            if record.block is not None and record.block < first and record.block not in of_input:
                 return None
-            place = None if one.block is None else of_input.get(one.block)
-            known = done.get((one.part, place, one.times))
-            work = one.work if known is None else known.work + one.work
-            done[one.part, place, one.times] = one._replace(at=0, work=work, block=place)
+            place = None if record.block is None else of_input.get(record.block)
+            known = done.get((record.part, place, record.times))
+            work = record.work if known is None else known.work + record.work
+            done[record.part, place, record.times] = record._replace(at=0, work=work, block=place)
         outputs = tuple(
             None if tensor is None or block is None else _Output(*_like(tensor), block)
             for tensor, block in zip(made, own, strict=True)
@@ -101,7 +101,7 @@ class Segment:
 
     def tensors(self) -> list[Tensor | None]:
         """Return tensors like the outputs, uninitialized."""
-        return [None if one is None else _uninitialized(*one[:4]) for one in self.outputs]
+        return [None if output is None else _uninitialized(*output[:4]) for output in self.outputs]
 
 
 def _is_special(block: Block) -> bool:

@@ -187,7 +187,8 @@ class Steps(Watched):
     def adds_to_gradients(self) -> bool:
         """Whether a step's later micro-steps are alike and add to gradients on the GPU."""
         alike = micro_steps_are_alike(self.config.parallel) and not self.stepper.takes_all
-        return alike and self.config.train.accumulate > 1 and not any(one.on_host for one in self.optimizer.updaters)
+        on_host = any(updater.on_host for updater in self.optimizer.updaters)
+        return alike and self.config.train.accumulate > 1 and not on_host
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
         """Return a context in which the tracker counts, for each count of experts' tokens, the work of reading it from

@@ -273,9 +273,9 @@ class Tracker(TorchDispatchMode):
 
     def _add_work(self, segment: Segment, at: int, inputs: Sequence[int | None], times: int = 1) -> None:
         """Record the work of a segment whose first entry is `log.entries[at]`, and that is done so many times."""
-        for one in segment.done:
-            block = None if one.block is None else inputs[one.block]
-            self.log.done.append(Done(at, self.step, self.turn, one.part, one.work, block, one.times * times))
+        for done in segment.done:
+            block = None if done.block is None else inputs[done.block]
+            self.log.done.append(Done(at, self.step, self.turn, done.part, done.work, block, done.times * times))
 
     def _written(self, segment: Segment, inputs: Sequence[int | None]) -> Outputs:
         """Write a segment at the end of the log, for inputs with these blocks; return its outputs."""
@@ -307,9 +307,9 @@ class Tracker(TorchDispatchMode):
         if func.is_view and self._knows(args[0]):
             return run_below(func, types, args, kwargs)  # allocates nothing, does no work
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
-            found = next(map(self.block_of, tensors_in(args)), None)
+            of_block = next(map(self.block_of, tensors_in(args)), None)
             micro_step = None if self.phase in ONCE_PHASES else self.turn
-            self.log.sent.append(Sent(len(self.log.entries), self.step, micro_step, self.phase, sent, found))
+            self.log.sent.append(Sent(len(self.log.entries), self.step, micro_step, self.phase, sent, of_block))
         capability = self._capability
         inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))
         for number in self._births(func, workspace.on_cpu(func, args)) if self._on_cpu else ():
@@ -453,13 +453,13 @@ class Tracker(TorchDispatchMode):
 
     def _worked_on(self, start: Point) -> list[int]:
         """Return the older blocks of which work was recorded since `start`."""
-        blocks = (one.block for one in self.log.done[start.done :] if one.block is not None)
+        blocks = (done.block for done in self.log.done[start.done :] if done.block is not None)
         return list(dict.fromkeys(block for block in blocks if block < start.blocks))
 
     def _since(self, start: Point, inputs: Sequence[int | None], made: Outputs = (), times: int = 1) -> Segment | None:
         """Return what was recorded since `start` on blocks `inputs`; None if it leaves more behind than what it `made`.
         Its work then counts so many times."""
-        storages = [None if one is None else self.block_of(one) for one in made]
+        storages = [None if output is None else self.block_of(output) for output in made]
         if (segment := Segment.of(self.log, start, inputs, made, storages)) is not None:
             del self.log.done[start.done :]
             self._add_work(segment, start.entries, inputs, times)

@@ -96,7 +96,8 @@ class Trace:
                 times = events.times(at, block) * (1 + left_out if micro_step == 1 else 1)
                 key = (message.kind, axis_of(message), f"in {phase}")
                 collectives.setdefault(key, []).extend([message.bytes] * times)
-        done = (one._replace(times=one.times * events.times(one.at, one.block)) for one in log.done if one.step == last)
+        of_last = (done for done in log.done if done.step == last)
+        done = (record._replace(times=record.times * events.times(record.at, record.block)) for record in of_last)
         begin = next(at for at, mark, *_ in events.marks if mark.step == last) if last_step else 0
         return cls(
             log,
@@ -195,7 +196,7 @@ class Trace:
         """Return step, phase and module of the peak, and the storages that are alive then. Storages of the same part,
         module, phase and operation are summed; `largest` is the number of sums to return, largest first."""
         _, mark, number, layer = self.events.marks[
-            bisect_right(self.events.marks, self.peak, key=lambda one: one[0]) - 1
+            bisect_right(self.events.marks, self.peak, key=lambda mark: mark[0]) - 1
         ]
         groups: dict[tuple[PartName, str, Phase, str], list[int]] = {}
         for storage in self.alive().tolist() if largest else ():
@@ -215,7 +216,7 @@ class Trace:
         """
         most: dict[Phase, int] = {}
         marks = [(at, mark.phase) for at, mark, *_ in self.events.marks if at >= self.begin and mark.phase != "load"]
-        starts = [next(same) for _, same in groupby(marks, key=lambda one: one[1])]
+        starts = [next(same) for _, same in groupby(marks, key=lambda mark: mark[1])]
         ends = [*(at for at, _ in starts[1:]), self.end + 1]
         for (at, phase), until in zip(starts, ends, strict=True):
             phase = "backward" if phase == "recompute" else phase

@@ -206,7 +206,8 @@ def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, Wo
         inside = {component for owner, component in components.items() if f"{owner}.".startswith(f"{path}.")}
         inside = {"lm_head"} if module is head else inside - {"norm", "other"}  # a tied head has no parameter
         is_layer = "attention" in inside and len(inside) > 1
-        parts[path] = "rest" if is_layer else next((_PARTS[one] for one in _PARTS if one in inside), "rest")
+        known = [part for component, part in _PARTS.items() if component in inside and not is_layer]
+        parts[path] = known[0] if known else "rest"
     of_attention = tuple(f"{path}." for path, part in parts.items() if part == "attention")
     return {path: "attention" if path.startswith(of_attention) else part for path, part in parts.items()}
 
