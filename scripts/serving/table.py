@@ -53,8 +53,6 @@ def answer_of(folder: Path, name: str) -> np.ndarray | str | None:
     """Return the log-probabilities that a program gave, the reason why it gave none, or None if it was not asked."""
     if (file := folder / f"{name}.npy").exists():
         return np.load(file)
-    if (file := folder / f"{name}.json").exists():
-        return np.array(json.loads(file.read_text()), np.float32)
     return file.read_text() if (file := folder / f"{name}.txt").exists() else None
 
 
