@@ -21,24 +21,6 @@ SCRIPTS = range(0x2000)  # the alphabets and syllabaries, from Latin to extended
 RUN = 8
 HELD_OUT_EVERY = 5
 
-README = """\
-# unicode-names
-
-Documents for trying a fine-tuning, each the names of eight consecutive Unicode characters:
-`{{"text": "U+00E8 LATIN …"}}`. `tiny-mixtral` was pre-trained on nothing like them.
-
-| file | documents | characters of text |
-|---|---:|---:|
-| `train.jsonl` | {train_documents:,} | {train_characters:,} |
-| `heldout.jsonl` | {heldout_documents:,} | {heldout_characters:,} |
-
-Every fifth run of U+0000 to U+1FFF is held out: the same scripts, no common character. Written by
-`scripts/make_demo_data.py` from Unicode 3.2, which every Python carries.
-
-The names are from the Unicode Character Database, under the
-[Unicode License v3](https://www.unicode.org/license.txt) (`LICENSES/Unicode-3.0.txt`).
-"""
-
 
 def documents() -> dict[str, list[str]]:
     """Return the texts of each file."""
@@ -57,12 +39,10 @@ def named_run(start: int) -> str:
 
 def files() -> dict[str, bytes]:
     """Return the content of each file of the data set."""
-    texts = documents()
-    counts = {f"{name}_documents": len(texts[name]) for name in texts}
-    counts |= {f"{name}_characters": sum(map(len, texts[name])) for name in texts}
-    written = {f"{name}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts[name]) for name in texts}
-    written["README.md"] = README.format(**counts)
-    return {name: content.encode() for name, content in written.items()}
+    return {
+        f"{name}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        for name, texts in documents().items()
+    }
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from scripts.bench._common import write_table  # noqa: E402
 from tests import small  # noqa: E402
 from tests.parallel import layouts, world  # noqa: E402
 
@@ -26,10 +27,7 @@ def main() -> None:
             found = world.run(ranks, layouts.every_case, parallel, model)
             rows.append(layouts.row(name, found, alone))
             print(rows[-1], flush=True)
-    page = ROOT / "docs" / "reference" / "parallel.md"
-    before, _, rest = page.read_text(encoding="utf-8").partition(layouts.HEADER)
-    after = rest.partition("\n\n")[2]
-    page.write_text(before + "\n".join([layouts.HEADER, *rows]) + "\n\n" + after, encoding="utf-8")
+    write_table([layouts.HEADER, *rows], ROOT / "docs/reference/parallel.md")
 
 
 if __name__ == "__main__":

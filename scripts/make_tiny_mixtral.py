@@ -4,23 +4,20 @@
 
 It learns two unlike domains that every Python installation carries: English prose (the language reference
 in `pydoc_data.topics` and the docstrings of the standard library) and bare code (that library without docstrings
-and comments). A sequence holds one domain, never both, so the two can be told apart by which experts they use;
-the script measures that on held-out text and writes it into the model card. Everything is seeded. Another Python
-version has slightly other text, so it gives another model of the same quality.
+and comments). A sequence holds one domain, never both, so the two can be told apart by which experts they use.
+Everything is seeded. Another Python version has slightly other text, so it gives another model of the same quality:
+`moetune eval` and `moetune score` of held-out text say so (tests/models/catalog/test_tiny_mixtral.py).
 
-Shapes: B sequences of T tokens; S = B·T; V vocabulary; D domains; E experts; L layers.
+Shapes: B sequences of T tokens; S = B·T; D domains; E experts; L layers.
 """
 
 import argparse
 import ast
 import math
-import os
 import pydoc_data.topics
 import random
-import shutil
 import sys
 import sysconfig
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +25,6 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     MixtralConfig,
     MixtralForCausalLM,
@@ -240,116 +235,7 @@ def entropy(chances: torch.Tensor) -> torch.Tensor:
     return -(chances * chances.log()).sum(-1)
 
 
-# --- The measurement ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One model on held-out text of one domain."""
-
-    loss: float  # mean negative log-likelihood of a token, in nats
-    load_LE: torch.Tensor  # each expert's share of its layer's token assignments; rows sum to 1
-
-
-@torch.no_grad()
-def measure(model: MixtralForCausalLM, stream: torch.Tensor) -> Measurement:
-    """Run the whole sequences of a token stream through the model."""
-    ids_BT = stream[: len(stream) // SEQUENCE * SEQUENCE].view(-1, SEQUENCE)
-    losses, load_LE = [], torch.zeros(model.config.num_hidden_layers, model.config.num_local_experts)
-    for ids in ids_BT.split(16):
-        output = model(input_ids=ids, output_router_logits=True)
-        logits_SV, targets_S = output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-        losses.append(torch.nn.functional.cross_entropy(logits_SV, targets_S, reduction="none"))
-        for layer, scores_SE in enumerate(output.router_logits):
-            chosen = scores_SE.topk(model.config.num_experts_per_tok).indices
-            load_LE[layer] += chosen.flatten().bincount(minlength=model.config.num_local_experts)
-    return Measurement(torch.cat(losses).mean().item(), load_LE / load_LE.sum(1, keepdim=True))
-
-
-def total_variation(load_LE: torch.Tensor, other_LE: torch.Tensor) -> torch.Tensor:
-    """Return per layer the total-variation distance: 0 for equal expert use, 1 for no expert in common."""
-    return 0.5 * (load_LE - other_LE).abs().sum(1)
-
-
-def specialization_table(prose_LE: torch.Tensor, code_LE: torch.Tensor) -> str:
-    """Return a Markdown table of each layer's expert load in percent, per domain, and the distance between them."""
-    rows = [
-        "| layer | domain | " + " | ".join(f"e{expert}" for expert in range(prose_LE.shape[1])) + " | distance |",
-        "|---|---|" + "---:|" * (prose_LE.shape[1] + 1),
-    ]
-    for layer, distance in enumerate(total_variation(prose_LE, code_LE)):
-        prose, code = (" | ".join(f"{100 * load:.1f}" for load in load_LE[layer]) for load_LE in (prose_LE, code_LE))
-        rows += [f"| {layer} | prose | {prose} | |", f"| {layer} | code | {code} | {distance:.2f} |"]
-    return "\n".join(rows)
-
-
 # --- The checkpoint -----------------------------------------------------------------------------------------
-
-MODEL_CARD = """\
----
-license: other
-license_name: psf-2.0
-license_link: https://docs.python.org/3/license.html
-library_name: transformers
----
-
-# tiny-mixtral
-
-A `MixtralForCausalLM` of {parameters:,} parameters ({layers} layers, {experts} experts, top-{top_k},
-bfloat16) for trying moetune in seconds on a CPU. `scripts/make_tiny_mixtral.py` pre-trained it in {steps}
-steps of {batch} sequences of {sequence} tokens on two domains of Python {python}:
-
-- **prose**: the language reference (`pydoc_data.topics`) and the standard library's docstrings,
-  {prose_tokens:,} tokens
-- **code**: the standard library without docstrings and comments, {code_tokens:,} tokens
-
-A small loss rewarded routers for using different experts for the two, so that they specialize visibly.
-
-It writes neither useful prose nor useful code.
-
-## Held-out loss, nats a token
-
-| prose | code | a uniform guess |
-|---:|---:|---:|
-| {prose_loss:.3f} | {code_loss:.3f} | {uniform:.3f} |
-
-## Expert load on held-out text
-
-Percent of a layer's token assignments, and the total-variation distance between the domains
-(mean {distance:.2f}).
-
-{table}
-
-## License
-
-Trained on the documentation and the standard library of Python, which are under the
-[Python Software Foundation License, version 2](https://docs.python.org/3/license.html).
-"""
-
-
-def model_card(folder: Path, prose: Domain, code: Domain, steps: int) -> str:
-    """Return the card of a saved checkpoint: what is measured is what is shipped, the files read back."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    on_prose = measure(model, token_stream(tokenizer, prose.held_out))
-    on_code = measure(model, token_stream(tokenizer, code.held_out))
-    return MODEL_CARD.format(
-        parameters=model.num_parameters(),
-        layers=MODEL.num_hidden_layers,
-        experts=MODEL.num_local_experts,
-        top_k=MODEL.num_experts_per_tok,
-        steps=steps,
-        batch=DOMAINS * SEQUENCES_PER_DOMAIN,
-        sequence=SEQUENCE,
-        python=f"{sys.version_info.major}.{sys.version_info.minor}",
-        prose_tokens=len(token_stream(tokenizer, prose.train)),
-        code_tokens=len(token_stream(tokenizer, code.train)),
-        prose_loss=on_prose.loss,
-        code_loss=on_code.loss,
-        uniform=math.log(VOCABULARY),
-        distance=total_variation(on_prose.load_LE, on_code.load_LE).mean(),
-        table=specialization_table(on_prose.load_LE, on_code.load_LE),
-    )
 
 
 def save(model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -358,15 +244,6 @@ def save(model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner only
     GenerationConfig.from_model_config(model.config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def move_into_place(new: Path, place: Path) -> None:
-    """Replace a folder by a finished one, so that no reader sees it half written."""
-    old = new.with_name(new.name + ".old")
-    if place.exists():
-        os.rename(place, old)
-    os.rename(new, place)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def main() -> None:
@@ -379,16 +256,7 @@ def main() -> None:
     prose, code = domains()
     tokenizer = train_tokenizer([prose, code])
     streams = [token_stream(tokenizer, domain.train) for domain in (prose, code)]
-    model = pretrain(streams, arguments.steps)
-
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(dir=arguments.out.parent, prefix=f".{arguments.out.name}."))
-    new.chmod(0o755)
-    save(model, tokenizer, new)
-    card = model_card(new, prose, code, arguments.steps)
-    (new / "README.md").write_text(card, encoding="utf-8")
-    move_into_place(new, arguments.out)
-    print(card)
+    save(pretrain(streams, arguments.steps), tokenizer, arguments.out)
 
 
 if __name__ == "__main__":

@@ -92,4 +92,4 @@ from importlib.metadata import version
 said = dict(part.rsplit(" ", 1) for part in sys.argv[2].split(", "))
 print(json.dumps({"commit": sys.argv[1]} | said | {name: version(name) for name in ("transformers", "peft")}))
 PYTHON
-"$python" "$here/table.py" "$folder/cases" "$folder" ${1:+--out docs/benchmarks/served}
+"$python" "$here/table.py" "$folder/cases" "$folder" ${1:+--json docs/benchmarks/served.json}

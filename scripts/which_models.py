@@ -27,6 +27,7 @@ from moetune.models.parameter_count import count_parameters  # noqa: E402
 from moetune.planning.from_options import config_of  # noqa: E402
 from moetune.planning.predictor import Predictor  # noqa: E402
 from moetune.run.resolve import resolve  # noqa: E402
+from scripts.bench._common import write_table  # noqa: E402
 
 PAGE = ROOT / "docs/guides/which-models.md"
 DATA = PAGE.with_suffix(".json")
@@ -143,9 +144,7 @@ def main() -> None:
         data[name] = figures(name)
         print(row(name, data[name]), flush=True)
         DATA.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(HEADER)
-    after = rest.partition("\n\n")[2]
-    PAGE.write_text(before + "\n".join(table(data)) + "\n\n" + after, encoding="utf-8")
+    write_table(table(data), PAGE)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The benchmark of predicted against measured memory: at toy size on a CPU; its CUDA cases without a GPU; and gpu.sh,
-which runs all benchmarks that need a GPU."""
+"""The benchmark of predicted against measured memory, without a GPU; and gpu.sh, which runs all benchmarks that need
+one."""
 
 import json
 import os
@@ -18,7 +18,6 @@ from moetune.memory.measurement.measure import Measured
 
 FOLDER = Path(__file__).parents[1] / "scripts/bench"
 BENCH = "predict_vs_measured"
-TOO_LARGE = "mixtral-8x7b-experts-of-16-layers"
 ROW: dict[str, Any] = {
     "case": "some",
     "fits": True,
@@ -28,20 +27,14 @@ ROW: dict[str, Any] = {
 FULL: dict[str, Any] = ROW | {"measured": None, "out_of_memory": {"loading": False, "message": ""}}
 
 
-# --- On a CPU -----------------------------------------------------------------------------------------------------
-
-
 def test_an_unknown_case_is_refused(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["predict_vs_measured.py", "--device", "cpu", "--cases", "mixtral"])
+    monkeypatch.setattr(sys, "argv", ["predict_vs_measured.py", "--cases", "mixtrla"])
     with pytest.raises(SystemExit) as ended:
         bench.main()
     assert ended.value.code == 2
-    assert "unknown on cpu: mixtral; there are mixtral-8x7b-router, " in capsys.readouterr().err
-
-
-# --- For CUDA -----------------------------------------------------------------------------------------------------
+    assert "unknown: mixtrla; there are mixtral-8x7b-lora, " in capsys.readouterr().err
 
 
 def claimed(device: torch.device, cap: int | None) -> dict[str, Any]:
@@ -60,8 +53,9 @@ def imagined(bench: ModuleType, small_model: Path, monkeypatch: pytest.MonkeyPat
             "train": {"sequence_length": 64},
         }
     )
-    monkeypatch.setattr(bench, "CUDA_CASES", {"tiny": lambda: config})
+    monkeypatch.setattr(bench, "CASES", {"tiny": lambda: config})
     monkeypatch.setattr(bench, "claim", claimed)
+    monkeypatch.setattr(bench, "catalog_name", lambda device: "8GiB")
     return bench
 
 
@@ -102,7 +96,7 @@ def test_a_case_that_runs_out_of_memory(imagined: ModuleType, monkeypatch: pytes
 def test_verdicts(bench: ModuleType, row: dict[str, Any], verdict: str, wrong: bool) -> None:
     assert bench.verdict(row) == verdict
     assert bench.is_wrong(row) is wrong
-    lines = list(bench.cuda_table([row]))
+    lines = list(bench.lines_of([row]))
     assert len({line.count("|") for line in lines}) == 1
     assert lines[-1].endswith(f"| {verdict} |")
 
@@ -156,14 +150,9 @@ def test_with_a_gpu_every_part_runs(bench: ModuleType, tmp_path: Path, pytest_ex
     assert logs.pop("equal_steps") == "scripts/bench/card.py repeat\n"
     assert logs.pop("host_time_cuda").startswith("scripts/bench/host_time.py --json")
     assert logs.pop("hybrids_cuda").startswith("scripts/bench/host_time.py --models qwen3-next-80b-a3b kimi")
-    for part, seconds in (("mixtral", 100), ("fine", 100), ("peers", 35)):
-        log = logs.pop(f"throughput_cuda_{part}")
-        assert log.startswith(f"scripts/bench/throughput.py --parts {part} --seconds {seconds} --json")
+    assert logs.pop("host_time_16k").startswith("scripts/bench/host_time.py --rows 8 --json")
+    assert logs.pop("throughput_peers").startswith("scripts/bench/throughput.py --seconds 35 --json")
     for part in bench.PARTS:
         log = logs.pop(f"predict_vs_measured_cuda_{part}")
-        assert log.startswith(f"scripts/bench/predict_vs_measured.py --device cuda --cases {part} --cap 44GiB --json")
+        assert log.startswith(f"scripts/bench/predict_vs_measured.py --cases {part} --cap 44GiB --json")
     assert not logs
-
-
-def test_every_case_is_in_one_part(bench: ModuleType) -> None:
-    assert sorted(case for part in bench.PARTS.values() for case in part) == sorted(bench.CUDA_CASES)

@@ -1,24 +1,20 @@
-"""What benchmarks share: the versions, machine and commit that each writes, models of a few layers, and a clock."""
+"""What benchmarks share: the versions, machine and commit that each writes, its table, and models of a few layers."""
 
 from __future__ import annotations
 
 import json
 import platform
 import subprocess
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from moetune.config.schema import RunConfig
 from moetune.models.catalog import find_model
 
 ROOT = Path(__file__).parents[2]
-MiB = 2**20
 BEGIN, END = "<!-- table, from JSON -->\n", "<!-- end of table -->\n"
 """Between these a page has its table."""
 LORA_16 = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
@@ -100,23 +96,3 @@ def lora_run(folder: Path, model: str, layers: int | None, train: dict[str, Any]
     (folder / "config.json").write_text(json.dumps(config_of(model, layers)), encoding="utf-8")
     run = {"model": {"path": str(folder), "weights": "random", "dtype": "bf16"}, "adapt": LORA_16}
     return RunConfig.model_validate({**run, "optimizer": {"name": "adamw8bit"}, "train": train, **sections})
-
-
-def seconds_of(device: torch.device, run: Callable[[], Any], times: int = 5) -> float:
-    """Return the seconds of the fastest of `times` calls, after one that is not counted: on a GPU those that its stream
-    takes, on a CPU those until `run` returns."""
-    taken = []
-    for _ in range(times + 1):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize(device)
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize(device)
-            taken.append(start.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - began)
-    return max(min(taken[1:]), 1e-9)

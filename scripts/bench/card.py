@@ -15,7 +15,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from moetune.memory.time.work import Work, works
 from moetune.memory.trace.steps import batches_of
 from moetune.run.resolve import resolve
 from moetune.training.step.micro_step import count_loss_tokens, token_loss
-from scripts.bench._common import LORA_16, commit, lora_run, seconds_of, versions, write_json
+from scripts.bench._common import LORA_16, commit, lora_run, versions, write_json
 from tests.kernels.recorded import calls
 from tests.nullcuda import device as nullcuda
 
@@ -95,6 +95,20 @@ def check(device: torch.device, tokens: int) -> int:
     return wrong
 
 
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Return the seconds that the stream takes for the fastest of `TIMES` calls, after one that is not counted."""
+    taken = []
+    for _ in range(TIMES + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(start.elapsed_time(end) / 1e3)
+    return max(min(taken[1:]), 1e-9)
+
+
 def bandwidth(device: torch.device, tokens: int) -> list[dict[str, Any]]:
     """Print and return the time of every kernel, the smallest of `TIMES` launches, beside its bytes and FLOPs."""
     capability, rows = torch.cuda.get_device_capability(device), []
@@ -109,7 +123,7 @@ def bandwidth(device: torch.device, tokens: int) -> list[dict[str, Any]]:
                 work = sum((work for work, _ in works(func, given, {}, func(*given), capability)), Work())
             copies = iter([copied(args) for _ in range(TIMES + 1)])
             run = partial(lambda kernel, copies: kernel(*next(copies)), kernel, copies)
-            best, flops = seconds_of(device, run, TIMES), round(work.flops + work.flops32)
+            best, flops = seconds_of(run), round(work.flops + work.flops32)
             rows.append({"model": model, "kernel": name, "tensors": shapes(args), "seconds": best})
             rows[-1] |= {"bytes": round(work.bytes), "flops": flops}
             rates = f"{1e6 * best:8.1f} {work.bytes / best / 1e9:6,.0f} {flops / best / 1e12:8.1f}"

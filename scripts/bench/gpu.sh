@@ -8,9 +8,8 @@
 #     mixtral         Mixtral LoRA, experts and router, predicted and measured
 #     qwen3           Qwen3-30B-A3B LoRA, predicted and measured
 #     tests           the tests marked gpu: imports, gradients against the CPU, a run in bfloat16
-#     host-time       micro-steps of Qwen3-30B-A3B and Mixtral-8x7B, and of eight layers of two hybrids
-#     throughput-mixtral, throughput-fine   tokens a second of whole models, 1k to 32k tokens a step
-#     throughput-peers                      of a few layers, beside PEFT and experts4bit-qlora
+#     host-time       micro-steps of 4k and 16k tokens of Qwen3-30B-A3B and Mixtral-8x7B, and of layers of two hybrids
+#     throughput      tokens a second of a few layers, beside PEFT and experts4bit-qlora
 #     mixtral-more    other batches, LOMO, and one that must not fit
 #     near-the-line   two that are to fit CAP, barely
 #     others, newer, large, mixtral-8x22b
@@ -22,7 +21,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(realpath -m "${OUT:-$root/docs/benchmarks}")
-all=(kernels mixtral qwen3 tests host-time throughput-mixtral throughput-fine throughput-peers mixtral-more near-the-line others newer large mixtral-8x22b)
+all=(kernels mixtral qwen3 tests host-time throughput mixtral-more near-the-line others newer large mixtral-8x22b)
 parts=("${@:-${all[@]}}")
 for name in "${parts[@]}"; do
   if [[ " ${all[*]} " != *" $name "* ]]; then
@@ -95,19 +94,16 @@ for name in "${parts[@]}"; do
       ;;
     host-time)
       run host_time_cuda "$python" scripts/bench/host_time.py --json "$out/host_time_cuda.json"
+      run host_time_16k "$python" scripts/bench/host_time.py --rows 8 --json "$out/host_time_16k.json"
       run hybrids_cuda "$python" scripts/bench/host_time.py --models qwen3-next-80b-a3b kimi-linear-48b-a3b --layers 8 \
         --rows 4 --json "$out/hybrids_cuda.json"
       ;;
-    throughput-*)
-      part=${name#throughput-}
-      seconds=100
-      [[ $part == peers ]] && seconds=35
-      run "throughput_cuda_$part" "$python" scripts/bench/throughput.py --parts "$part" --seconds "$seconds" \
-        --json "$out/throughput_cuda_$part.json"
+    throughput)
+      run throughput_peers "$python" scripts/bench/throughput.py --seconds 35 --json "$out/throughput_peers.json"
       ;;
     *)
-      run "predict_vs_measured_cuda_$name" "$python" scripts/bench/predict_vs_measured.py --device cuda \
-        --cases "$name" ${cap:+--cap "$cap"} --json "$out/predict_vs_measured_cuda_$name.json"
+      run "predict_vs_measured_cuda_$name" "$python" scripts/bench/predict_vs_measured.py --cases "$name" \
+        ${cap:+--cap "$cap"} --json "$out/predict_vs_measured_cuda_$name.json"
       ;;
   esac
 done

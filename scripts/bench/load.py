@@ -2,10 +2,10 @@
 
     python scripts/bench/load.py --gigabytes 4 --json docs/benchmarks/load.json
 
-Writes a Mixtral of random 16-bit weights in the hub's format (shards with an index, experts one by one), loads it for
-training on an NF4 base on the CPU, in a process of its own, and reads that process's memory every few milliseconds:
-`anonymous` is what it has allocated, `files` the pages of the checkpoint that are mapped, which the system takes back
-when it needs them.
+transformers writes a Mixtral of random 16-bit weights in the hub's format (shards with an index, experts one by one),
+for which it takes twice its size of memory. The model is loaded for training on an NF4 base on the CPU, in a process of
+its own, whose memory is read every few milliseconds: `anonymous` is what it has allocated, `files` the pages of the
+checkpoint that are mapped, which the system takes back when it needs them.
 """
 
 from __future__ import annotations
@@ -17,71 +17,31 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
 from moetune.run.resolve import resolve
 
 MiB, GB = 2**20, 10**9
-HIDDEN, INTERMEDIATE, EXPERTS, VOCABULARY = 1024, 3584, 8, 32000
-EXPERT = (("w1", INTERMEDIATE, HIDDEN), ("w2", HIDDEN, INTERMEDIATE), ("w3", INTERMEDIATE, HIDDEN))
-PER_LAYER = EXPERTS * 3 * HIDDEN * INTERMEDIATE + int(2.5 * HIDDEN * HIDDEN)
+SIZES = {
+    "hidden_size": 1024, "intermediate_size": 3584, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
+}  # fmt: skip
+FIRST, LAYER = 2 * 32000 * 1024, 8 * 3 * 1024 * 3584 + int(2.5 * 1024 * 1024)
+"""Parameters of the embeddings, and of a layer."""
 
 
-def write_checkpoint(folder: Path, gigabytes: float, shard: int = 10**9) -> int:
-    """Writes the model, shard by shard; returns its bytes."""
-    layers = max(2, round((gigabytes * GB / 2 - 2 * VOCABULARY * HIDDEN) / PER_LAYER))
-    settings = {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "torch_dtype": "bfloat16",
-        "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "vocab_size": VOCABULARY, "num_hidden_layers": layers,
-        "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "num_attention_heads": 16, "num_key_value_heads": 4,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(settings))
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    index: dict[str, str] = {}
-    total = size = 0
-    for name, shape in tensors(layers):
-        tensor = torch.randn(shape).mul_(0.02).to(torch.bfloat16)
-        if size + tensor.nbytes > shard:
-            _write(folder, shards, index)
-            size = 0
-        shards[-1][name] = tensor
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    _write(folder, shards, index)
-    body = {"metadata": {"total_size": total}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(body))
-    return total
-
-
-def _write(folder: Path, shards: list[dict[str, torch.Tensor]], index: dict[str, str]) -> None:
-    name = f"model-{len(shards):05d}.safetensors"
-    save_file(shards[-1], folder / name, metadata={"format": "pt"})
-    index.update(dict.fromkeys(shards[-1], name))
-    shards[-1] = {}
-    shards.append({})
-
-
-def tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes, in a checkpoint's order."""
-    yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        for name, rows in (("q", HIDDEN), ("k", HIDDEN // 4), ("v", HIDDEN // 4), ("o", HIDDEN)):
-            yield f"{prefix}.self_attn.{name}_proj.weight", (rows, HIDDEN)
-        yield f"{prefix}.block_sparse_moe.gate.weight", (EXPERTS, HIDDEN)
-        for expert in range(EXPERTS):
-            for name, rows, columns in EXPERT:
-                yield f"{prefix}.block_sparse_moe.experts.{expert}.{name}.weight", (rows, columns)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{name}.weight", (HIDDEN,)
-    yield "model.norm.weight", (HIDDEN,)
-    yield "lm_head.weight", (VOCABULARY, HIDDEN)
+def write_checkpoint(folder: Path, gigabytes: float) -> int:
+    """Writes the model; returns the bytes of its weights."""
+    config = MixtralConfig(**SIZES, num_hidden_layers=max(2, round((gigabytes * GB / 2 - FIRST) / LAYER)))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="1GB")
+    return 2 * model.num_parameters()
 
 
 def resident() -> dict[str, int]:

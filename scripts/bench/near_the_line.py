@@ -27,7 +27,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,9 @@ from moetune.errors import UserError
 from moetune.experts import context
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.measurement.measure import measure
+from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu
+from moetune.planning.fit import headroom, last_that_fits, surely_left
 from moetune.planning.predict import predict
 from moetune.planning.settle import settled
 from moetune.run.resolve import resolve
@@ -77,27 +78,11 @@ def largest(config: RunConfig, card: str, *, with_room: bool = False, routing: s
         with_room: whether its verdict is to be `yes`, not `tight`.
     """
 
-    @cache
-    def left(rows: int) -> int:
-        """Bytes that the card has beyond what is required."""
-        run = resolve(with_rows(config, rows), "cuda")
-        report = predict(run, gpu=card_here(card), routing=parse_routing(routing))
-        assert report.headroom_bytes is not None
-        return report.least_headroom if with_room else report.headroom_bytes
+    def predicted(number: int) -> MemoryReport:
+        run = resolve(with_rows(config, number + 1), "cuda")
+        return predict(run, gpu=card_here(card), routing=parse_routing(routing))
 
-    if left(1) < 0:
-        return 0
-    low, high = 1, 2
-    while left(high) >= 0:
-        if high == MOST:
-            return MOST
-        each = max(1, (left(low) - left(high)) // (high - low))  # bytes a row takes
-        low, high = high, min(MOST, high + 1 + left(high) // each)
-    while high - low > 1:
-        each = max(1, (left(low) - left(high)) // (high - low))
-        middle = min(high - 1, max(low + 1, low + left(low) // each))
-        low, high = (middle, high) if left(middle) >= 0 else (low, middle)
-    return low
+    return 1 + last_that_fits(MOST, predicted, surely_left if with_room else headroom)[0]
 
 
 def drawn(draw: random.Random, models: Sequence[str]) -> RunConfig:

@@ -8,18 +8,13 @@ server keeps the first policy, which is asked too.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import torch
-from ask_server import post, write_programs
+from ask_server import post, served, write_programs
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -59,24 +54,8 @@ def main(environment: Path, plugin: Path) -> int:
     command = ["bin/vllm", "serve", adapted.run.model.source.folder, "--enable-lora", "--max-lora-rank", "8"]
     command += ["--max-loras", "3", "--max-model-len", "64", "--port", ADDRESS.rpartition(":")[2]]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_PLUGINS": "cpu_moe_lora"}
-    with Path("server.log").open("w") as log:
-        server = subprocess.Popen(
-            [str(word) for word in command], env=os.environ | settings | {"PYTHONPATH": str(plugin)},
-            stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    try:
-        for _ in range(1500):  # a busy machine takes minutes
-            try:
-                urlopen(f"{ADDRESS}/health", timeout=5)
-                break
-            except (URLError, OSError):
-                if server.poll() is not None:
-                    sys.exit("the server ended:\n" + Path("server.log").read_text()[-3000:])
-                time.sleep(1)
-        return asked(adapted)
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(timeout=60)
+    settings["PYTHONPATH"] = str(plugin)
+    return served([*map(str, command)], settings, ADDRESS, lambda _: asked(adapted))
 
 
 def asked(adapted: Any) -> int:

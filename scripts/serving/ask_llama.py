@@ -12,19 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import numpy as np
 import xllamacpp
-from xllamacpp import CommonAdapterLoraInfo, CommonParams, Server, ggml_type, llama_flash_attn_type
-
-
-def serve(model: Path, adapters: list[Path]) -> Server:
-    params = CommonParams()
-    params.model.path = str(model)
-    params.lora_adapters = [CommonAdapterLoraInfo(str(path), 0.0) for path in adapters]
-    params.n_ctx, params.n_parallel, params.warmup, params.cache_prompt = 64, 1, False, False
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    params.cache_type_k = params.cache_type_v = ggml_type.GGML_TYPE_F32  # the default, float16, costs three digits
-    params.flash_attn_type = llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    return Server(params)
+from llama_server import serve
+from xllamacpp import Server
 
 
 def ask(server: Server, prompts: list[list[int]], adapter: int | None) -> list[list[list[float]]]:
@@ -59,10 +50,11 @@ def main(folder: Path, out: Path) -> None:
             if not (file := out / f"{name}.gguf").exists():
                 continue
             try:
-                server = serve(file, [out / f"{case['name']}.gguf" for case in beside])
+                loras = [str(out / f"{case['name']}.gguf") for case in beside]
+                server = serve(str(file), loras, 0.0, n_ctx=64, n_parallel=1, cache_prompt=False)
                 for number, asked in enumerate([name, *(case["name"] for case in beside)]):
                     answer = ask(server, prompts, number - 1 if number else None)
-                    (out / f"{asked}.json").write_text(json.dumps(answer))
+                    np.save(out / f"{asked}.npy", np.array(answer, np.float32))
                 del server
             except Exception as error:
                 for asked in (name, *(case["name"] for case in beside)):

@@ -119,18 +119,13 @@ def write_programs(folder: Path, environment: Path, llama: Path) -> None:
         (folder / name).chmod(0o755)
 
 
-def served(what: str, program: str, port: int, ask: Callable[[str], list[str]], plugin: Path) -> list[str]:
-    """Start `moetune serve`, return what `ask` finds at its address, and end it."""
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "cpu_moe_lora"}
-    settings["PYTHONPATH"] = f"{plugin}:{os.environ.get('PYTHONPATH', '')}"
-    settings["PATH"] = f"{Path('bin').absolute()}:{os.environ['PATH']}"
-    command = [sys.executable, "-m", "moetune", "serve", what, "--with", program, "--port", str(port)]
+def served(command: list[str], settings: dict[str, str], address: str, ask: Callable[[str], Any]) -> Any:
+    """Start a server, return what `ask` finds at its address, and end it."""
     with Path("server.log").open("w") as log:
         server = subprocess.Popen(
             command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what a shell starts with & ignores it
         )  # fmt: skip
-    address = f"http://127.0.0.1:{port}"
     try:
         for _ in range(1500):  # a busy machine takes minutes
             try:
@@ -150,6 +145,15 @@ def served(what: str, program: str, port: int, ask: Callable[[str], list[str]], 
             raise
 
 
+def by_moetune(what: str, program: str, port: int, ask: Callable[[str], list[str]], plugin: Path) -> list[str]:
+    """Return what `ask` finds of `moetune serve`."""
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "cpu_moe_lora"}
+    settings["PYTHONPATH"] = f"{plugin}:{os.environ.get('PYTHONPATH', '')}"
+    settings["PATH"] = f"{Path('bin').absolute()}:{os.environ['PATH']}"
+    command = [sys.executable, "-m", "moetune", "serve", what, "--with", program, "--port", str(port)]
+    return served(command, settings, f"http://127.0.0.1:{port}", ask)
+
+
 def main(environment: Path, plugin: Path, llama: Path) -> int:
     write_programs(Path("bin"), environment, llama)
     Path("chat.jinja").write_text(TEMPLATE)
@@ -158,8 +162,8 @@ def main(environment: Path, plugin: Path, llama: Path) -> int:
         for line in block.splitlines():
             trains = line.startswith("moetune train")
             moetune(line.removeprefix("moetune ") + (" --set data.chat_template=chat.jinja" if trains else ""))
-    wrong = served("runs/names", "vllm", 8123, of_vllm, plugin)
-    wrong += served("out/names-vllm", "llama.cpp", 8124, of_llama, plugin)
+    wrong = by_moetune("runs/names", "vllm", 8123, of_vllm, plugin)
+    wrong += by_moetune("out/names-vllm", "llama.cpp", 8124, of_llama, plugin)
     print(*wrong, sep="\n", file=sys.stderr)
     return int(bool(wrong))
 

@@ -9,23 +9,9 @@ import torch
 
 
 def apply(
-    self,
-    output,
-    hidden_states,
-    w1,
-    w2,
-    topk_weights,
-    topk_ids,
-    activation,
-    global_num_experts,
-    expert_map,
-    a1q_scale,
-    a2_scale,
-    workspace13,
-    workspace2,
-    expert_tokens_meta,
-    apply_router_weight_on_input,
-):
+    self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, expert_map, a1q_scale,
+    apply_router_weight_on_input, **_,
+):  # fmt: skip
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     assert expert_map is None
@@ -43,9 +29,8 @@ def apply(
         if self.w1_bias is not None:
             h = h + self.w1_bias[e]
         ids = lora[rows]
-        for i in ids.unique().tolist():
-            if i < 0:
-                continue
+        adapters = [i for i in ids.unique().tolist() if i >= 0]
+        for i in adapters:
             s = (ids == i).nonzero(as_tuple=True)[0]
             parts = [
                 (x[s] @ a[i, e].T) @ b[i, e].T
@@ -62,9 +47,7 @@ def apply(
         y = h @ w2[e].T
         if self.w2_bias is not None:
             y = y + self.w2_bias[e]
-        for i in ids.unique().tolist():
-            if i < 0:
-                continue
+        for i in adapters:
             s = (ids == i).nonzero(as_tuple=True)[0]
             y[s] += (h[s] @ ctx.w2_lora_a_stacked[0][i, e].T) @ ctx.w2_lora_b_stacked[0][i, e].T
         total.index_add_(0, rows, y.float() * topk_weights[rows, slot, None].float())

@@ -1,4 +1,4 @@
-"""Compares the programs' answers with PEFT's and writes the table: `python table.py FOLDER ANSWERS [--out PREFIX]`.
+"""Compares the programs' answers with PEFT's and writes the table: `python table.py FOLDER ANSWERS [--json FILE]`.
 
 FOLDER is that of cases.py, and ANSWERS has a folder of answers for each program. Exit code 1: an export that should be
 right is not, a planted fault is missing or not seen where the right export is read, or `moetune adapter check --for`
@@ -11,10 +11,14 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from scripts.bench._common import write_json, write_table
 
 RIGHT = 5e-4
 """Largest difference of two log-probabilities, in float32, of an export that is right; a fault makes 0.05 or more."""
@@ -49,8 +53,6 @@ def answer_of(folder: Path, name: str) -> np.ndarray | str | None:
     """Return the log-probabilities that a program gave, the reason why it gave none, or None if it was not asked."""
     if (file := folder / f"{name}.npy").exists():
         return np.load(file)
-    if (file := folder / f"{name}.json").exists():
-        return np.array(json.loads(file.read_text()), np.float32)
     return file.read_text() if (file := folder / f"{name}.txt").exists() else None
 
 
@@ -153,66 +155,42 @@ def rows_of(entries: list[dict[str, Any]], name: str) -> list[str]:
     return rows
 
 
-def page(entries: list[dict[str, Any]], versions: dict[str, str]) -> str:
-    """Return the page with the tables."""
+def lines_of(entries: list[dict[str, Any]], versions: dict[str, str]) -> Iterator[str]:
+    """Yield the lines of the page's tables, and what programs say where they refuse."""
     plain, formats = ([x for x in entries if ("-" in x["type"]) == of_format] for of_format in (False, True))
-    said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    words = {
+    effects = [entry["effect"] for entry in plain] or [0]
+    kinds = ", ".join(dict.fromkeys(entry["kind"] for entry in plain))
+    made = ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield f"{len(entries)} comparisons; {made}. Kinds of adapters: {kinds}. An adapter changes log-probabilities by"
+    yield f"{min(effects):.1f} to {max(effects):.1f}.\n"
+    yield from rows_of(plain, "model type")
+    if formats:
+        yield "\n## Quantized\n"
+        if any(AVX512 in entry.get("refused", "") for entry in formats):
+            yield "This CPU lacks AVX-512, without which vLLM has no kernel of INT4 (int4, gptq, awq).\n"
+        yield from rows_of(formats, "model type, format")
+    refused = {
         f"- {PROGRAMS[x['program']]}, {x['type'].replace('-', ', ')}, {EXPORTS[x['export']]}: ": x["refused"]
         for x in reversed(entries) if "refused" in x and x["fault"] is None
     }  # fmt: skip
-    reasons = sorted(
-        cell + " ".join(line.strip() for line in said.splitlines()[:3])[:200] for cell, said in words.items()
-    )
-    kinds = ", ".join(dict.fromkeys(entry["kind"] for entry in plain))
-    effects = [entry["effect"] for entry in plain] or [0]
-    text = f"""# Exports as programs compute them
-
-`bash scripts/test_serving.sh --all` makes this page and [its data](served.json). Toys of each model type, whose LoRA
-has moved, are exported; each program reads the export and gives the log-probabilities of every token of the vocabulary
-after every prefix of two prompts of 16 tokens. They are compared with those of transformers and PEFT, in float32 on a
-CPU. A cell has the largest difference over kinds of adapters, with the number of kinds: {kinds}.
-vLLM has the adapters of one base in one batch, with the base among them; of merged exports it reads the first kind.
-
-An adapter changes log-probabilities by {min(effects):.1f} to {max(effects):.1f}. Faults that were planted (experts in
-another order, gate in the place of up, no alpha) must make a cell fail where the export without them is right. What of
-adapters is wrong or refused here, `moetune adapter check --for` refuses, or names the option with which it is read;
-otherwise the script fails.
-
-{said}. {len(entries)} comparisons.
-
-"""
-    text += "\n".join(rows_of(plain, "model type")) + "\n"
-    if formats:
-        lacks = any(AVX512 in entry.get("refused", "") for entry in formats)
-        text += """
-## Quantized
-
-A checkpoint in a format (int4 to mxfp4: what `export --format merged --into FORMAT` writes; GPTQ and AWQ: toys of
-random bits), and an adapter that was trained on it, beside transformers and PEFT on the dequantized values in float32.
-vLLM computes these in bfloat16, with its emulation of experts in INT4, which a plugin of the script allows on a CPU;
-its other kernels for them need a GPU, or AMX, and that of GPTQ's linear layers is off on a CPU.
-llama.cpp rounds activations to 8 bits for NVFP4 and MXFP4.
-"""
-        text += "This CPU lacks AVX-512, without which vLLM has no kernel of INT4 (int4, gptq, awq).\n" * lacks + "\n"
-        text += "\n".join(rows_of(formats, "model type, format")) + "\n"
-    return text + ("\n## Refused, in the programs' words\n\n" + "\n".join(reasons) + "\n" if reasons else "")
+    if refused:
+        yield "\n## Refused, in the programs' words\n"
+        for place, said in sorted(refused.items()):
+            yield place + " ".join(line.strip() for line in said.splitlines()[:3])[:200]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("answers", type=Path)
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here, and the page beside it")
     arguments = parser.parse_args()
     entries = results(arguments.folder, arguments.answers)
     versions = json.loads((arguments.answers / "versions.json").read_text())
-    text = page(entries, versions)
-    print(text)
-    if arguments.out is not None:
-        arguments.out.with_suffix(".md").write_text(text, encoding="utf-8")
-        content = {"versions": versions, "right": RIGHT, "results": entries}
-        arguments.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(*lines_of(entries, versions), sep="\n")
+    if arguments.json is not None:
+        write_json({"versions": versions, "right": RIGHT, "results": entries}, arguments.json)
+        write_table(lines_of(entries, versions), arguments.json.with_suffix(".md"))
     lines = problems(entries)
     print(*lines, sep="\n", file=sys.stderr)
     print(f"{len(entries)} comparisons, {len(lines)} not as they should be", file=sys.stderr)

@@ -40,9 +40,4 @@ def test_the_page_of_kernels_says_what_was_compiled(script: Callable[[str], Modu
 
 def test_the_page_of_cuda_says_what_was_measured(script: Callable[[str], ModuleType]) -> None:
     devices = [numbers(f"predict_vs_measured_cuda_{capability}") for capability in (86, 89, 90)]
-    assert_page_has(script("cuda_page").table(devices), "predict_vs_measured_cuda")
-
-
-def test_the_page_of_commands_says_what_was_measured(script: Callable[[str], ModuleType]) -> None:
-    table = script("predict_vs_measured").commands_table(numbers("predict_vs_measured_commands"))
-    assert_page_has(table, "predict_vs_measured_commands")
+    assert_page_has(script("predict_vs_measured").table(devices), "predict_vs_measured_cuda")

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
-from predict_vs_measured import CUDA_CASES, TOO_LARGE, in_own_process
+from predict_vs_measured import CASES, TOO_LARGE, in_own_process
 
 ON_A_PUSH = ("mixtral-8x7b-lora", "mixtral-8x7b-experts", "granite-3.1-3b-a800m-experts-unchecked")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
-        every = [name for name in CUDA_CASES if name != TOO_LARGE]
+        every = [name for name in CASES if name != TOO_LARGE]
         metafunc.parametrize("name", every if metafunc.config.getoption("--all") else ON_A_PUSH)
 
 
