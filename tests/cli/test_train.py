@@ -54,7 +54,9 @@ def wait_for(has_ended: Callable[[], bool], file: Path, lines: int) -> None:
         time.sleep(0.002)
 
 
-def test_output_for_people_and_for_programs(run_file: Path, moetune: Callable[..., Any]) -> None:
+def test_output_for_people_and_for_programs(
+    run_file: Path, moetune: Callable[..., Any], request: pytest.FixtureRequest
+) -> None:
     few = ("--set", "train.steps=4", "--set", "train.eval_every=2")
     ended = moetune("train", run_file, *few)
     assert ended.code == 0
@@ -73,6 +75,7 @@ def test_output_for_people_and_for_programs(run_file: Path, moetune: Callable[..
         f"      moetune export {output} --format merged --out {output}-merged",
     ]
 
+    request.getfixturevalue("unpredicted")
     ended = moetune("train", run_file, *few, "--overwrite", "--json")
     result = json.loads(ended.out)
     assert result["schema"] == 1
