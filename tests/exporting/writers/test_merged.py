@@ -48,7 +48,7 @@ def difference_of_logits(run: ToyRun, merged: Path) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("model_type", "adapt"), in_pairs(TYPES, ADAPT, every=2))
 def test_logits_are_those_of_the_trained_model(
     model_type: str, adapt: str, base: Callable[[str], Path], tmp_path: Path
@@ -116,6 +116,7 @@ def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) 
     }
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("model_type", expert_model_types())
 def test_keys_of_before_transformers_5_say_the_same(model_type: str, tmp_path: Path) -> None:
     """mlx-lm reads no `rope_parameters`, and takes its own default for a `rope_theta` that is missing."""
