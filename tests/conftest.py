@@ -136,6 +136,27 @@ def what_stays() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def a_configuration_runs_once() -> Iterator[None]:
+    """A model whose configuration ran without values in one test is not run so in another (models/dry_run.py)."""
+    from moetune.adapt import count
+    from moetune.models.dry_run import refuse_unrunnable
+    from moetune.run import resolve
+
+    ran: set[str] = set()
+
+    def once(plain: Any) -> None:
+        settings = plain.config.to_json_string(use_diff=False)
+        if settings not in ran:
+            refuse_unrunnable(plain)
+            ran.add(settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (count, resolve):
+            patch.setattr(module, "refuse_unrunnable", once)
+        yield
+
+
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the checkpoint of the small Mixtral of `tests/small.py`."""
@@ -170,6 +191,14 @@ def configure(small_model: Path, small_data: Path, tmp_path: Path) -> Callable[.
         return small.run_config(small_model, small_data, tmp_path / output, adapt, **sections)
 
     return config
+
+
+@pytest.fixture
+def unpredicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on runs do not predict their memory, which takes longer than their steps (tests/watch is of that)."""
+    from moetune.watch import memory_record
+
+    monkeypatch.setattr(memory_record, "predicted", lambda *_: memory_record.Predicted())
 
 
 _built = functools.cache(typer.main.get_command)

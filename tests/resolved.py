@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -10,8 +10,9 @@ from unittest.mock import patch
 import torch
 
 from moetune.config.schema import ModelConfig, RunConfig
-from moetune.run.dtypes import device_kind, this_device
-from moetune.run.resolve import examine, resolve, resolve_model
+from moetune.errors import raise_problems
+from moetune.run.dtypes import DeviceType, device_kind, this_device
+from moetune.run.resolve import ResolvedRun, examine, resolve, resolve_model
 
 if TYPE_CHECKING:
     from moetune.adapt.build import Adapted
@@ -20,21 +21,49 @@ if TYPE_CHECKING:
     from moetune.training.run import TrainResult
 
 
+_like: dict[Any, ResolvedRun] = {}
+"""Runs of the models that were resolved last: resolving a small model takes as long as two of its steps."""
+
+
+def _examined(config: RunConfig, device: DeviceType) -> ResolvedRun:
+    """Resolve a run; the model is the one of the last run on it, if no file of its folder has changed since."""
+    folder = Path(config.model.path)
+    files = [(file.name, *file.stat()) for file in sorted(folder.iterdir())] if folder.is_dir() else []
+    key = config.model.path, config.model.dtype, device, tuple(files)
+    run = examine(config, device, like=_like.get(key))
+    if len(_like) > 8:
+        _like.clear()
+    _like[key] = run
+    return run
+
+
 def build(config: RunConfig, device: torch.device | str, *more: Any, **options: Any) -> Adapted:
     from moetune.adapt import build
 
-    return build.build(resolve(config, device_kind(device)), device, *more, **options)
+    run = _examined(config, device_kind(device))
+    raise_problems(run.problems)
+    return build.build(run, device, *more, **options)
 
 
 def train(
-    config: RunConfig, *, device: torch.device | str | None = None, predicts: bool = False, **options: Any
+    config: RunConfig,
+    *,
+    device: torch.device | str | None = None,
+    predicts: bool = False,
+    measures: bool = False,
+    **options: Any,
 ) -> TrainResult:
-    """Train; with `predicts`, also predict the memory for `memory.json`, which takes longer than the training."""
+    """Train; with `predicts`, also predict the memory for `memory.json`, and with either also measure it on a CPU: both
+    take longer than the training."""
     from moetune.watch import memory_record
     from moetune.watch.train import train as watched
 
-    with nullcontext() if predicts else patch.object(memory_record, "predicted", lambda *_: memory_record.Predicted()):
-        return watched(examine(config, device_kind(device)), device=device, **options)
+    with ExitStack() as stack:
+        if not predicts:
+            stack.enter_context(patch.object(memory_record, "predicted", lambda *_: memory_record.Predicted()))
+        if not predicts and not measures and device_kind(device) == "cpu":
+            stack.enter_context(patch.object(memory_record.MemoryRecord, "_begin", lambda _: None))
+        return watched(_examined(config, device_kind(device)), device=device, **options)
 
 
 def measure(config: RunConfig, device: torch.device | str, *more: Any, **options: Any) -> Measured:

@@ -45,13 +45,14 @@ def test_a_run_its_values_and_its_path_are_alike(small_model: Path, tmp_path: Pa
     )
 
 
-def test_a_prediction_imports_neither_data_sets_nor_figures() -> None:
+def test_a_prediction_imports_neither_data_sets_nor_figures(small_model: Path) -> None:
     code = (
         "import sys, moetune\n"
-        "moetune.count('tiny-mixtral')\n"
-        "raw = {'model': {'path': 'tiny-mixtral'}, 'adapt': {'router': 'all'}, 'train': {'accumulate': 1}}\n"
-        "moetune.predict(moetune.RunConfig.model_validate(raw))\n"
+        "raw = {'model': {'path': sys.argv[1]}, 'adapt': {'router': 'all'}, 'train': {'accumulate': 1}}\n"
+        "config = moetune.RunConfig.model_validate(raw)\n"
+        "moetune.count(config)\n"
+        "moetune.predict(config)\n"
         "print(sorted({'datasets', 'pyarrow', 'matplotlib', 'trl'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    words = [sys.executable, "-c", code, str(small_model)]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -72,7 +72,7 @@ def test_loss_and_gradients_equal_those_of_the_plain_model(model_type: str, tmp_
     assert gradients.keys() == adapted.trainable().keys()
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.slow
 @every_type
 def test_checkpointing_replays_the_choice_of_experts_and_changes_no_bit(model_type: str, tmp_path: Path) -> None:

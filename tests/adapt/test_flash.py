@@ -74,6 +74,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 IDS = torch.randint(3, VOCAB, (2, 64), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("flash_on_cpu")
 @pytest.mark.parametrize("model_type", [*UNMASKED, *MASKED])
 def test_whole_rows_have_the_values_and_gradients_of_eager_attention(model_type: str) -> None:
@@ -84,6 +85,7 @@ def test_whole_rows_have_the_values_and_gradients_of_eager_attention(model_type:
         assert_equal(eager, gradients(model, name, IDS))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("flash_on_cpu")
 @pytest.mark.parametrize("model_type", UNMASKED)
 def test_packed_documents_have_the_values_and_gradients_of_each_alone(model_type: str) -> None:

@@ -40,6 +40,9 @@ def base(
 
 CASES: dict[str, Case] = {
     "nvfp4": base("nvfp4", write_nvfp4, "qwen3_moe", **QWEN3),
+    "16 bits, int4": base("int4", write_base, "mixtral", **MIXTRAL, lora={"layers": "all", "ids": "all"}),
+}
+MORE: dict[str, Case] = {
     "fp8": base(
         "fp8",
         write_fp8,
@@ -49,9 +52,6 @@ CASES: dict[str, Case] = {
         lora={"share": "outer", "targets": ["q_proj", "v_proj", "experts"]},
     ),
     "16 bits, nvfp4": base("nvfp4", write_base, "qwen3_moe", **QWEN3, lora={"gate_up": "split"}),
-    "16 bits, int4": base("int4", write_base, "mixtral", **MIXTRAL, lora={"layers": "all", "ids": "all"}),
-}
-MORE: dict[str, Case] = {
     "nvfp4 of compressed-tensors": base(
         "nvfp4", write_nvfp4, "mixtral", "compressed-tensors", **MIXTRAL, lora={"gate_up": "split"}
     ),

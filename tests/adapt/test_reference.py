@@ -38,6 +38,7 @@ def logits(adapted: Adapted) -> Tensor:
     return adapted.model(token_ids(), use_cache=False).logits
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("starts_at_zero", [True, False])
 @pytest.mark.parametrize("part", ADAPT)
 def test_it_computes_what_the_model_was(part: str, starts_at_zero: bool, tmp_path: Path) -> None:

@@ -86,14 +86,6 @@ def test_settings_that_peft_refuses(settings: dict[str, Any], tmp_path: Path) ->
     assert said.startswith("cannot read it: ")
 
 
-def test_a_program_that_would_not_read_it_is_a_problem_if_asked_for(tmp_path: Path) -> None:
-    base = base_of_toy("mixtral")
-    stored = write(tmp_path, make_adapter(base), base, "peft")
-    assert check(stored, base, program="peft").problems == []
-    (problem,) = check(stored, base, program="vllm").problems
-    assert "convert --to vllm" in problem
-
-
 def rename(old: str, new: str) -> Change:
     def change(tensors: dict[str, Tensor], _: object) -> None:
         for name in list(tensors):

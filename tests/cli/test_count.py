@@ -23,16 +23,6 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
-def test_count_json_of_mixtral(moetune: Moetune) -> None:
-    result = json.loads(moetune("count", "mixtral-8x7b", "--json").out)
-    assert result["schema"] == 1
-    assert result["total"] == 46_702_792_704
-    assert result["active_per_token"] == 12_879_925_248
-    assert result["components"]["experts"] == 45_097_156_608
-    assert result["components"]["router"] == 1_048_576
-    assert (result["num_moe_layers"], result["num_experts"], result["top_k"]) == (32, 8, 2)
-
-
 def test_count_table(moetune: Moetune) -> None:
     out = moetune("count", "qwen1.5-moe-a2.7b").out
     for text in ("14,315,784,192", "shared_experts", "24 of 24 layers", "60 a layer, 4 of them", "8,650,752"):

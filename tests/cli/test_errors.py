@@ -175,6 +175,7 @@ def test_resume_of_what_is_not_there(resume: str, run_file: Path, moetune: Calla
     assert listing(run_file.parent) == before
 
 
+@pytest.mark.usefixtures("unpredicted")
 def test_an_existing_run(run_file: Path, moetune: Callable[..., Any]) -> None:
     here = run_file.parent
     assert moetune("train", run_file).code == 0

@@ -63,7 +63,8 @@ def test_cheap_checks_load_no_torch(tmp_path: Path) -> None:
     (tmp_path / "done" / "run.yaml").write_text("")
     Ledger(tmp_path / "done").add("run")
     code = (
-        "import sys; from moetune.cli.main import main\n"
+        "import functools, sys, typer.main; from moetune.cli.main import main\n"
+        "typer.main.get_command = functools.cache(typer.main.get_command)\n"
         "for line in sys.argv[1:]:\n"
         "    sys.argv = ['moetune', *line.split()]\n"
         "    try: main()\n"

@@ -81,8 +81,10 @@ def test_a_run_that_fits(moetune: Run) -> None:
     assert result["changes"] == []
 
 
-def test_what_does_not_fit_is_said_with_its_remedy(shallow: list[str], moetune: Run) -> None:
-    """In JSON and in words; what is said to fit does."""
+def test_what_does_not_fit_is_said_with_its_remedy(
+    shallow: list[str], moetune: Run, pytestconfig: pytest.Config
+) -> None:
+    """In JSON and in words; what is said to fit does: the last of it on a push."""
     words = ["predict", EXPERTS, *shallow, "--set", "adapt.experts.layers=0", "--gpu", "4GiB"]
     ended = moetune(*words, *MIXED, "--json")
     assert ended.code == 1
@@ -97,7 +99,7 @@ def test_what_does_not_fit_is_said_with_its_remedy(shallow: list[str], moetune: 
     assert table.startswith("does NOT fit")
     for text in ("frozen weights", "master weights", "--set optimizer.name=adamw8bit", "4GiB"):
         assert text in table
-    for change in fitting.values():
+    for change in [*fitting.values()][0 if pytestconfig.getoption("--all") else -1 :]:
         settings = [option for setting in change["settings"] for option in ("--set", setting)]
         least = ("--set", "train.expert_memory=256MiB")  # `auto` takes what is left of the card
         changed = moetune(*words, *settings, *least, "--json")

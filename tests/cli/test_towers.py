@@ -69,6 +69,7 @@ def continued(model: nn.Module, tokenizer: Any) -> str:
     return tokenizer.decode(ids[len(tokenizer(PROMPT)["input_ids"]) :], skip_special_tokens=True)
 
 
+@pytest.mark.usefixtures("unpredicted")
 @pytest.mark.parametrize("model_type", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.full) for n in TYPES])
 def test_the_commands(model_type: str, moetune: Callable[..., Any], tmp_path: Path) -> None:
     def answer(*arguments: Any) -> Any:

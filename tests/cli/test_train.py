@@ -1,4 +1,4 @@
-"""`moetune train` as a process: two streams, kill and resume, interruption."""
+"""`moetune train` as a process: two streams, interruption (kills are in tests/training and tests/fuzz)."""
 
 import json
 import os
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 
 from moetune.cli import main
 from tests import small
@@ -30,11 +29,6 @@ def run_file(small_model: Path, small_data: Path, tmp_path: Path) -> Path:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(run), encoding="utf-8")
     return file
-
-
-def start(run_file: Path, *options: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "moetune", "train", str(run_file), *map(str, options)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def as_a_program(command: list[str], out: Path, err: Path) -> None:
@@ -54,7 +48,9 @@ def wait_for(has_ended: Callable[[], bool], file: Path, lines: int) -> None:
         time.sleep(0.002)
 
 
-def test_output_for_people_and_for_programs(run_file: Path, moetune: Callable[..., Any]) -> None:
+def test_output_for_people_and_for_programs(
+    run_file: Path, moetune: Callable[..., Any], request: pytest.FixtureRequest
+) -> None:
     few = ("--set", "train.steps=4", "--set", "train.eval_every=2")
     ended = moetune("train", run_file, *few)
     assert ended.code == 0
@@ -73,6 +69,7 @@ def test_output_for_people_and_for_programs(run_file: Path, moetune: Callable[..
         f"      moetune export {output} --format merged --out {output}-merged",
     ]
 
+    request.getfixturevalue("unpredicted")
     ended = moetune("train", run_file, *few, "--overwrite", "--json")
     result = json.loads(ended.out)
     assert result["schema"] == 1
@@ -89,44 +86,21 @@ def test_a_dry_run(run_file: Path, moetune: Callable[..., Any]) -> None:
     assert [path.name for path in run_file.parent.iterdir()] == ["run.yaml"]
 
 
-@pytest.mark.full  # tests/training/test_resume.py kills at moments that are named on a push too
-def test_killed_at_no_particular_moment_and_resumed(run_file: Path, moetune: Callable[..., Any]) -> None:
-    reference = run_file.parent / "reference"
-    assert moetune("train", run_file, "--set", f"output={reference}").code == 0
-    output = run_file.parent / "run"
-    process = start(run_file)
-    wait_for(lambda: process.poll() is not None, output / "metrics.jsonl", 6)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    process.communicate()
-    assert not (output / "checkpoints" / "step-12").exists()
-
-    process = start(run_file, "--resume", "auto", "--json")
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    assert json.loads(out)["steps"] == 12
-    assert_quiet(err)
-    assert small.metrics_without_times(output) == small.metrics_without_times(reference)
-    tensors, true_tensors = (
-        load_file(f / "checkpoints" / "step-12" / "trained.safetensors") for f in (output, reference)
-    )
-    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
-        name: tensor.tolist() for name, tensor in true_tensors.items()
-    }
-
-
-def assert_quiet(err: str) -> None:
+@pytest.mark.full
+def test_a_process_says_nothing_else(run_file: Path) -> None:
     """Nothing on stderr but what moetune has to say: no warning and no progress bar of another library."""
-    lines = [re.sub(r"\d[\d.,]*\d|\d", "#", line) for line in err.splitlines()]
-    assert [line.partition(": trains ")[2] or line for line in lines[:3]] == [
+    command = [sys.executable, "-m", "moetune", "train", str(run_file), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(ended.stdout)["steps"] == 12
+    lines = [re.sub(r"\d[\d.,]*\d|\d", "#", line) for line in ended.stderr.splitlines()]
+    assert [line.partition(": trains ")[2] or line for line in lines[:4]] == [
         "# parameters (router #, experts #)",
         "data: # examples in # sequences, # training tokens, # with loss",
+        "data: # of # held-out documents are trained on too",
         "length: # steps of # an epoch, # epochs",
     ]
-    assert re.fullmatch(r"resuming from .*/checkpoints/step-#", lines[3])
     said = {line for line in lines[4:] if not line.startswith("memory: predicted ")}
-    step = "step #/#: loss #  # tokens/s  lr #  #:#:# left"
-    assert said == {"step #: held-out loss #", step}, err
+    assert said == {"step #: held-out loss #", "step #/#: loss #  # tokens/s  lr #  #:#:# left"}, ended.stderr
 
 
 @pytest.mark.full

@@ -13,10 +13,10 @@ SAID = re.compile(
     r"^# Predicted: needs ([\d.]+) GiB of (each )?([\w-]+)(?:, and ([\d.]+) GiB of host memory)?\.", re.MULTILINE
 )
 BIG = [name for name in recipes() if not name.startswith("tiny")]
-QUICK = ("olmoe-1b-7b-lora",)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in BIG])
+@pytest.mark.full
+@pytest.mark.parametrize("name", BIG)
 def test_a_recipe_needs_what_it_says(name: str) -> None:
     text = read_recipe(name)
     config = load_run_config(ROOT / "configs" / f"{name}.yaml")

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from moetune.cli.main import app
 from moetune.config.load import load_run_config
 from moetune.run.resolve import resolve
-from moetune.watch import memory_record
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -136,11 +135,10 @@ def test_a_command_runs(command: str, run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", documented())
 def test_commands_of_a_page_run(
-    page: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+    page: Path, run: Run, tmp_path: Path, request: pytest.FixtureRequest, pytestconfig: pytest.Config
 ) -> None:
-    """On a push runs do not predict their memory, which takes longer than their steps; tests/watch does."""
     if not pytestconfig.getoption("--all"):
-        monkeypatch.setattr(memory_record, "predicted", lambda *_: memory_record.Predicted())
+        request.getfixturevalue("unpredicted")
     recipes = []
     for command in in_order(page):
         if command in SCRIPTS:

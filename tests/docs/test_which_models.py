@@ -19,7 +19,7 @@ def test_the_page_has_a_row_of_every_model() -> None:
     assert sorted(DATA) == which_models.MODELS
 
 
-@pytest.mark.parametrize("way", ["router", "experts"])
+@pytest.mark.parametrize("way", ["router", pytest.param("experts", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.full) for name in DATA]
 )

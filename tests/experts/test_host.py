@@ -151,6 +151,7 @@ def test_no_more_layers_stay_than_later_layers_keep_inputs(tmp_path: Path, train
     assert len(whole.carried_layers) == (carried if train["sequence_length"] > 256 else 0)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])
 @pytest.mark.parametrize(
     "adapt",

@@ -52,6 +52,7 @@ def size(model: torch.nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_and_linear_layers_are_kept(kind: str, tmp_path: Path) -> None:
     """With the values of the checkpoint's own matrices; what is left out stays in 16 bits; experts that train are in
@@ -110,7 +111,9 @@ def test_experts_that_are_published_in_16_bits_stay_so(kind: str, layers: str, t
     assert size(built(folder, device="meta").model) == size(adapted.model)
 
 
-@pytest.mark.parametrize("kind", ["compressed-tensors", pytest.param("awq", marks=pytest.mark.full), "row"])
+@pytest.mark.parametrize(
+    "kind", ["row", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("compressed-tensors", "awq"))]
+)
 def test_reading_takes_what_is_predicted(kind: str, tmp_path: Path) -> None:
     """No more than 4 % of a checkpoint of some size beside the model, and no layer's experts in 16 bits."""
     config = run_config(

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
 from moetune.inference.evaluate import Evaluation, _is_held_out, evaluate
 from moetune.inference.generate import generate
@@ -72,19 +71,6 @@ def test_run_merged_and_adapter_agree(base: str, tolerance: float, run: Callable
     assert merged.loss == pytest.approx(trained.loss, rel=tolerance)
     assert adapter.loss == pytest.approx(merged.loss, rel=1e-5)
     assert (tmp_path / "merged" / "chat_template.jinja").read_text() == TEMPLATE
-
-
-def test_a_delta_applied_and_merged_are_the_same(run: Callable[..., Path], small_model: Path, tmp_path: Path) -> None:
-    folder = run("experts", "fp32")
-    export(folder, "merged", tmp_path / "merged")
-    export(folder, "delta", tmp_path / "delta")
-    apply_delta(tmp_path / "delta", small_model, tmp_path / "applied")
-    data = folder.parent / "data.jsonl"
-    losses = {loss_of(where, data, sequence_length=64).loss for where in (tmp_path / "merged", tmp_path / "applied")}
-    assert len(losses) == 1
-    assert losses != {loss_of(small_model, data, sequence_length=64).loss}
-    with pytest.raises(UserError, match="is a delta; moetune apply"):
-        loss_of(tmp_path / "delta")
 
 
 def test_a_run_writes_what_its_merged_checkpoint_writes(run: Callable[..., Path], tmp_path: Path) -> None:

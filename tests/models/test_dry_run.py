@@ -51,13 +51,13 @@ def examine(model_type: str, settings: dict[str, Any]) -> None:
     refuse_unrunnable(model)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("model_type", expert_model_types())
 def test_models_whose_settings_fit_pass(model_type: str) -> None:
     refuse_unrunnable(meta_model(toy_config(model_type)))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", model_names())
 def test_published_models_pass(name: str) -> None:
     refuse_unrunnable(meta_model(find_model_source(name).config))

@@ -37,7 +37,7 @@ if importlib.util.find_spec("timm") is None:
 READ = [name for name in causal_lm_types() if name not in REFUSED]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("model_type", thinned(READ, 3, expert_model_types()))
 def test_every_parameter_is_counted_once_and_every_marked_module_is_found(model_type: str) -> None:
     model = meta_model(toy_config(model_type))

@@ -44,8 +44,8 @@ LAYOUTS: dict[str, dict[str, Any]] = (
     }
     | layouts.DEEPSPEED
 )
-ON_A_PUSH = {("zero 1, ep 2", "all"), ("zero 2", "lora"), ("fsdp 2, no reshard", "router, norm")}
-"""Each value of `zero` and `reshard`, and all that can train; replicas, tp and DeepSpeed are in test_runs.py."""
+ON_A_PUSH = {("zero 1, ep 2", "all"), ("fsdp 2, no reshard", "router, norm")}
+"""Some with each value of `reshard`, and all that can train; more layouts are in test_layouts.py and test_runs.py."""
 
 
 def cases() -> list[Any]:

@@ -22,9 +22,8 @@ def config_of(model: Path, adapt: str, accumulate: int = 1, more: Any = None, **
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "parallel", [{"fsdp": 2, "ep": 2}, pytest.param({"fsdp": 2, "zero": 1}, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", [{"fsdp": 2, "ep": 2}, {"fsdp": 2, "zero": 1}])
 def test_few_micro_steps_stand_for_all(parallel: dict[str, Any], small_model: Path) -> None:
     """Two of five are run, or three where the last differs; what all five send is counted, and the peak is theirs."""
     config = config_of(small_model, "experts", 5, **parallel)
@@ -72,7 +71,8 @@ def test_what_makes_ranks_differ(small_model: Path) -> None:
         assert len(set(kinds_of_ranks(resolve(run, "cuda"), by_expert=False))) == kinds
 
 
-@pytest.mark.parametrize("adapt", ["router", pytest.param("lora", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("adapt", ["router", "lora"])
 def test_frozen_tensors_that_divide_unevenly_take_equal_memory(adapt: str, tmp_path: Path) -> None:
     """The gate of Qwen3-Next's shared expert has one row: a second rank stores a shard of padding."""
     toy = write_toy(tmp_path, "qwen3_next", experts=4, num_hidden_layers=2)

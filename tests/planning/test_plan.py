@@ -106,6 +106,7 @@ def test_a_plan_for_two_cards_tries_pipelines_or_says_why_not(
     assert all(str(why) in note for note in said)
 
 
+@pytest.mark.full
 def test_of_ways_to_divide_a_run_over_two_cards_the_fastest_is_shown(small_model: Path) -> None:
     found = plan(str(small_model), "rtx-3090", goals=("router",), count=2, length=64, every=False, beyond=False)
     (one,) = found.candidates

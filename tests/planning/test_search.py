@@ -2,7 +2,7 @@
 
 import random
 from functools import cache
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,11 +81,13 @@ def exhaustive(search: Search, tried: list[Strategy]) -> tuple[int, int, int] | 
     """Of all strategies, sizes and rows that fit: most that trains, then what gives up least, then most rows."""
     best = None
     for strategy in tried:
-        for size, rows in product(search._sizes(strategy), ROWS):
+        for size in search._sizes(strategy):
             config = search._run(strategy, size)
-            if search.left(search.predictor.of(config.but(train={"micro_batch": rows}))) >= 0:
-                here = (size.amount, -strategy.order, rows)
-                best = here if best is None else max(best, here)
+            for rows in ROWS:
+                train = config.train.model_copy(update={"micro_batch": rows})
+                if search.left(search.predictor.of(config.model_copy(update={"train": train}))) >= 0:
+                    here = (size.amount, -strategy.order, rows)
+                    best = here if best is None else max(best, here)
     return best
 
 

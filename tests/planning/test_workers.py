@@ -27,7 +27,8 @@ with calling(search_of(sys.argv[1], "44GiB"), 2) as call:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_none_outlives_the_plan(number: signal.Signals, small_model: Path) -> None:
     words = [sys.executable, "-c", PROGRAM, str(small_model)]
     plan = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)

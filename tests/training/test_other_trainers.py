@@ -39,7 +39,7 @@ def dpo(adapted: Adapted, out: Path, steps: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("trainer", [stock, dpo])
+@pytest.mark.parametrize("trainer", [stock, pytest.param(dpo, marks=pytest.mark.full)])
 @pytest.mark.parametrize("adapt", thinned([
     {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}},
     {"router": "all"},

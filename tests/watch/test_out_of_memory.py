@@ -84,7 +84,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Limited:
 
     def run(config: RunConfig, limit: int | None, **options: Any) -> int:
         limit_to(limit, monkeypatch)
-        train(config, **options)
+        train(config, measures=True, **options)
         return json.loads((Path(str(config.output)) / "memory.json").read_text())["measured"]["peak_allocated"]
 
     return run

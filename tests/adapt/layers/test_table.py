@@ -124,7 +124,9 @@ def test_what_shards_does_not_see_it(tmp_path: Path) -> None:
     assert all(found[name] is expected[name] for name in found)
 
 
-@pytest.mark.parametrize("parallel", [{"fsdp": 2}, {"pp": 2}, pytest.param({"replicate": 2}, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "parallel", [{"pp": 2}, *(pytest.param({axis: 2}, marks=pytest.mark.full) for axis in ("fsdp", "replicate"))]
+)
 def test_over_ranks(parallel: dict[str, Any], model: Path, data: Path, tmp_path: Path) -> None:
     for name, settings in (("gpu", {}), ("host", HOST)):
         sections = {"hardware": {"count": 2}, "train": {"accumulate": 2}} if "fsdp" in parallel else {}

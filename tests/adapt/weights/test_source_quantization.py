@@ -419,6 +419,7 @@ PACKED: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "base"), [*((kind, "auto") for kind in PACKED), ("mxfp4", "nf4")])
 def test_a_quantized_base_of_it_is_the_same(kind: str, base: str, tmp_path: Path) -> None:
     """And says by itself what it is packed in."""

@@ -48,7 +48,7 @@ def difference_of_logits(run: ToyRun, merged: Path) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("model_type", "adapt"), in_pairs(TYPES, ADAPT, every=2))
 def test_logits_are_those_of_the_trained_model(
     model_type: str, adapt: str, base: Callable[[str], Path], tmp_path: Path
@@ -116,6 +116,7 @@ def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) 
     }
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("model_type", expert_model_types())
 def test_keys_of_before_transformers_5_say_the_same(model_type: str, tmp_path: Path) -> None:
     """mlx-lm reads no `rope_parameters`, and takes its own default for a `rope_theta` that is missing."""
@@ -178,13 +179,6 @@ def test_it_is_the_same_whatever_the_base_is_stored_in(base: Callable[[str], Pat
     assert all(tensor.equal(exports[1][name]) for name, tensor in exports[0].items())
 
 
-def test_the_newest_checkpoint_is_taken(base: Callable[[str], Path], tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", base("mixtral"), FULL, steps=(2, 10))
-    result = export(run.path, "merged", tmp_path / "merged")
-    assert result.step == 10
-    assert difference_of_logits(run, tmp_path / "merged") < TOLERANCE
-
-
 class Trap:
     """A pickle of it makes a folder when it is loaded."""
 
@@ -227,20 +221,6 @@ def test_a_failure_leaves_nothing_behind(
     monkeypatch.setattr("shutil.disk_usage", lambda _: os.statvfs_result and type("Usage", (), {"free": 1000}))
     with pytest.raises(UserError, match=r"[\d,]+ bytes are needed there and 1,000 are free"):
         merge(run, out)
-
-
-def test_a_damaged_checkpoint_is_named(base: Callable[[str], Path], tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", base("mixtral"), FULL)
-    file = run.path / "checkpoints" / "step-7" / "trained.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1])
-    with pytest.raises(UserError, match=r"step-7: trained\.safetensors has .* bytes, not"):
-        open_run(run.path)
-    file.write_bytes(whole)
-    text = (run.path / "run.yaml").read_text()
-    (run.path / "run.yaml").write_text(text.replace("- 5\n", "- 4\n"))
-    with pytest.raises(UserError, match=r"run\.yaml' was changed after step-7 .*:\n.*\[0, 5\] before, \[0, 4\] now"):
-        open_run(run.path)
 
 
 def test_a_run_on_a_packed_base_is_merged_into_what_was_packed(base: Callable[[str], Path], tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def work_of(log: Log) -> dict[Any, Work]:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("memory", ["one", pytest.param("three", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "case", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in CASES]

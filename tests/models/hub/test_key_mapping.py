@@ -14,7 +14,7 @@ from tests.thinned import thinned
 from tests.toys import expert_model_types
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", thinned(expert_model_types(), 3, ("mixtral", "gpt_oss")))
 def test_there_and_back(model_type: str, tmp_path: Path) -> None:

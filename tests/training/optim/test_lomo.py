@@ -105,6 +105,7 @@ class Net(nn.Module):
         return (self.layers(x).squeeze(-1) - x.sum(-1).sin()).square().mean()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["lomo", "adalomo"])
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("decay", [0.0, 0.01])

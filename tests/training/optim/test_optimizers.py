@@ -1,20 +1,12 @@
 """Which parameters an optimizer holds, with which decay, and what its update is."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moetune.config.schema import OptimizerConfig
-from moetune.errors import UserError
-from moetune.training.optim.optimizers import make_optimizer, optimizer_maker
-from moetune.training.step.batch import collate
-from moetune.training.step.micro_step import token_loss
-from tests import small
-from tests.resolved import build
+from moetune.training.optim.optimizers import optimizer_maker
 
 NAMES = ("adamw", "adamw8bit", "sgd")
 
@@ -73,51 +65,3 @@ def test_adamw8bit_is_adamw_with_states_in_a_byte() -> None:
     assert 0 < (trained[0] - reference[0]).abs().mean() < 0.02 * moved
     states = quantized.state[trained[0]]
     assert {states["state1"].dtype, states["state2"].dtype} == {torch.uint8}
-
-
-def subsets(size: int) -> st.SearchStrategy[list[int] | str]:
-    return st.one_of(st.just("none"), st.lists(st.integers(0, size - 1), min_size=1, unique=True).map(sorted))
-
-
-SELECTIONS = st.builds(
-    lambda router, layers, ids, lora_layers, lora_ids, targets, also: {
-        "router": router,
-        "experts": {"layers": layers, "ids": ids},
-        "lora": {"rank": 2, "alpha": 4, "targets": targets, "layers": lora_layers, "ids": lora_ids}
-        if targets
-        else None,
-        "also": also,
-    },
-    *(subsets(small.LAYERS), subsets(small.LAYERS), subsets(small.EXPERTS)),
-    *(subsets(small.LAYERS), subsets(small.EXPERTS)),
-    st.lists(st.sampled_from(["attention", "experts", "q_proj"]), unique=True),
-    st.lists(st.sampled_from(["norm", "lm_head", "embedding", "*.k_proj.weight"]), unique=True),
-)
-
-
-@given(adapt=SELECTIONS, name=st.sampled_from(NAMES), checkpointing=st.sampled_from(["none", "full"]))
-def test_what_is_not_selected_has_neither_gradient_nor_state(
-    small_model: Path, adapt: dict[str, Any], name: str, checkpointing: str
-) -> None:
-    run = small.run_file(small_model, Path("-"), Path("-"), train={"checkpointing": checkpointing})
-    config = small.RunConfig.model_validate(
-        run | {"adapt": adapt, "optimizer": {"name": name, "lr": 0.1, "weight_decay": 0.5}}
-    )
-    try:
-        adapted = build(config, "cpu")
-    except UserError:
-        return  # the draw chose nothing, or one thing twice: for the selection's own tests
-    before = {key: value.clone() for key, value in adapted.model.state_dict().items()}
-    trained = adapted.trainable()
-    optimizer = make_optimizer(adapted)
-    ids = list(range(20, 60))
-    token_loss(adapted.model, collate([{"input_ids": ids, "labels": ids}], 3), 39).backward()
-
-    gradients = {name for name, parameter in adapted.model.named_parameters() if parameter.grad is not None}
-    assert gradients == trained.keys()
-    optimizer.step()
-    names = {id(parameter): name for name, parameter in adapted.model.named_parameters()}
-    assert {names[id(parameter)] for parameter in optimizer.state} <= trained.keys()
-    assert {names[id(p)] for group in optimizer.param_groups for p in group["params"]} == trained.keys()
-    changed = {key for key, value in adapted.model.state_dict().items() if not torch.equal(value, before[key])}
-    assert changed <= trained.keys()

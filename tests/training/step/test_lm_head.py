@@ -24,7 +24,7 @@ def toy_that_runs(model_type: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "model_type",
     thinned((name for name in causal_lm_types() if name not in NO_TAIL_OF_ITS_OWN), 4, ("mixtral", "gemma2")),

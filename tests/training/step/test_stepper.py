@@ -74,7 +74,7 @@ class Run:
         return {name: parameter.detach() for name, parameter in self.adapted.trainable().items()}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("name", "clip"),
     [
@@ -306,7 +306,7 @@ def test_float16_needs_updates_in_float32(small_model: Path) -> None:
 # --- On the host ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "cut"), in_pairs(["adamw", "adamw8bit", "sgd", "adalomo"], [(0.0, 1), (0.1, 2)], every=2)
 )
@@ -363,6 +363,7 @@ def test_what_the_host_holds_is_counted_apart(expert_run: Any) -> None:
 # --- What a run in 16 bits must not lose ------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("optimizer", [{"name": "lomo"}, {"name": "adamw", "master_weights": "fp32"}])
 def test_a_bound_hides_no_infinity(optimizer: dict[str, Any], dtype: str, small_model: Path) -> None:

@@ -42,7 +42,7 @@ def trained(documents: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SWITCHED)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_an_empty_thought_has_no_loss_unless_it_is_asked_for(name: str, tmp_path: Path) -> None:
     template = TEMPLATES[name]
     as_it_is, data = chat(tmp_path, template, USER, ANSWER, USER, ANSWER)
@@ -62,7 +62,7 @@ def test_an_empty_thought_has_no_loss_unless_it_is_asked_for(name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", SWITCHED)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_a_thought_trains_beside_turns_without_one(name: str, tmp_path: Path) -> None:
     template = TEMPLATES[name]
     both, data = chat(tmp_path, template, USER, ANSWER, USER, THOUGHT)
@@ -91,7 +91,7 @@ def test_a_prompt_that_no_setting_changes_is_refused(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", THINKING)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 def test_a_thought_in_the_content_is_one_beside_it(name: str, tmp_path: Path) -> None:
     template = TEMPLATES[name]
     if not reads(template).words & {"reasoning_content", "reasoning", "thinking"}:
