@@ -82,7 +82,10 @@ class Encoder:
             self._template = ChatTemplate(tokenizer)
             return
         if tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end-of-sequence token to put after a document")
+            raise UserError(
+                "the tokenizer has no end-of-sequence token to put after a document: name it in tokenizer_config.json, "
+                "as eos_token"
+            )
         self._bos, self._eos = bos_of(tokenizer), [tokenizer.eos_token_id]
 
     def encode(self, record: dict[str, Any]) -> tuple[list[Document], Written | None]:
