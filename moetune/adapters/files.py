@@ -46,6 +46,8 @@ _SETTINGS = {setting.name for setting in dataclasses.fields(LoraConfig)}
 """All settings of the PEFT that is installed. Its variants have been called `use_…` or `…_config`."""
 _FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of the tensors that are read, in safetensors' spelling."""
+_STATES = ("adapter_model", "optimizer", "scheduler", "scaler", "rng_state", "random_states", "training_args")
+"""How names of files begin that trainers write beside an adapter, and that hold no weights but its own."""
 _OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
 
 Tensors = Mapping[str, Tensor]
@@ -169,6 +171,12 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
         tensors = load_file(folder / WEIGHTS_FILE)
     if not tensors:
         raise UserError(f"{where}: {WEIGHTS_FILE} holds no tensor")
+    weights = {file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth")}
+    if unread := sorted(name for name in weights if not name.startswith(_STATES)):
+        _say(f"{where}: {' and '.join(first_of(unread))} beside {WEIGHTS_FILE} is not read, nor what it trained")
+    halves = [any(tensors[name].any() for name in tensors if f".lora_{half}" in name) for half in "AB"]
+    if not all(halves) and all(".lora_" in name for name in tensors):
+        _say(f"{where}: one of the factors A and B is zero everywhere, so it changes nothing: was it trained?")
     rows = [tensor.shape[-2] for name, tensor in tensors.items() if ".lora_A" in name and tensor.ndim > 1]
     try:
         scales = Scales.model_validate(settings)

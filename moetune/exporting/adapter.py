@@ -234,10 +234,11 @@ def _taken_apart(model: ResolvedModel, tensors: Mapping[str, Stored]) -> tuple[R
 
 
 def _updates(adapter: Adapter, base: AdapterBase, tied: Mapping[str, str]) -> Iterator[Update]:
-    """Yield the updates that an adapter makes to parameters of its base, as transformers names them; experts whose B
-    is zero are left out. `tied` is second name of a tied parameter -> its first name."""
+    """Yield the updates that an adapter makes to parameters of its base, as transformers names them; those whose B is
+    zero are left out. `tied` is second name of a tied parameter -> its first name."""
     for path, factors in adapter.linears.items():
-        yield of_linear(path, Held(factors.A), Held(factors.B), factors.scale)
+        if factors.B.any():
+            yield of_linear(path, Held(factors.A), Held(factors.B), factors.scale)
     for path, projections in adapter.experts.items():
         layer = base.layers[path]
         for name, stack in stacks_of(layer).items():

@@ -32,6 +32,8 @@ from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
 from moetune.tensor_files import Stored, read_header
 
+_DERIVED = ("head_dim", "sliding_window")
+"""Settings that transformers computes from others of some types, which the checkpoint's shapes or a flag agree with."""
 _MOST_LAYERS = 1000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -195,25 +197,35 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of errors for an invalid config.json
         raise UserError(f"model {path!r}: config.json is not valid: {one_line(error)}") from None
-    if ignored := next(_ignored_rope(raw, config), None):
-        raise UserError(f"model {path!r}: config.json {ignored}; say one thing, in rope_parameters")
+    if ignored := next(_ignored(raw, config), None):
+        raise UserError(f"model {path!r}: config.json {ignored}")
     return _with_settings_beside(config, folder)
 
 
-def _ignored_rope(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
-    """Yield what a config.json says of rotary embeddings, by keys of transformers 5 or of before, and transformers does
-    not take because its other keys say something else."""
+def _ignored(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
+    """Yield what a config.json says and transformers does not take, because another key says something else: numbers
+    under two names of one setting (`num_experts` and `n_routed_experts`), and rotary embeddings by keys of transformers
+    5 and of before."""
     for section, part in ((raw, config), *((raw.get(key), getattr(config, key, None)) for key in config.sub_configs)):
-        if not isinstance(section, dict):
+        if not isinstance(section, dict) or part is None:
             continue
-        taken = getattr(part, "rope_parameters", None) or {}
+        settings = part.to_dict()
+        for key, value in section.items():
+            taken = settings.get(part.attribute_map.get(key, key))
+            numbers = isinstance(value, int | float) and isinstance(taken, int | float)
+            if numbers and value != taken and key not in _DERIVED:
+                yield f"says {key}: {shown(value)}, and transformers takes {shown(taken)}, by another key; remove one"
+        ropes = getattr(part, "rope_parameters", None) or {}
         of_names: dict[str, Any] = {"": {"rope_theta": section.get("rope_theta")}}
         of_names |= {f"{name}.": section.get(name) for name in ("rope_parameters", "rope_scaling")}
         for name, said in of_names.items():
             for key, value in said.items() if isinstance(said, dict) else ():
                 # numbers only: a class may have a type of its own, and a section for a kind of layer is filled in
-                if isinstance(value, int | float | list) and taken.get(key, value) != value:
-                    yield f"says {name}{key}: {shown(value)}, and transformers takes {shown(taken[key])}"
+                if isinstance(value, int | float | list) and ropes.get(key, value) != value:
+                    yield (
+                        f"says {name}{key}: {shown(value)}, and transformers takes {shown(ropes[key])}; say one thing, "
+                        "in rope_parameters"
+                    )
 
 
 def _with_settings_beside(config: PretrainedConfig, folder: Path) -> PretrainedConfig:

@@ -1,6 +1,7 @@
 """Warnings of a run (idle experts, collapsed routing, lost updates), also in the metrics."""
 
 import math
+import os
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +21,11 @@ _TOO_FEW = 0.5
 """If less than this share of the 16-bit weights has changed in a run, most of its updates were lost to rounding."""
 _ENOUGH = 32
 """The load of a layer is checked from this mean number of tokens per expert on."""
+_OF_ACCELERATE = tuple(
+    f"ACCELERATE_{name}" for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_DEEPSPEED", "USE_FSDP")
+)
+_DEFAULTS = ("no", "1", "false", "False")
+"""Values by which `accelerate launch` asks for nothing in its variables `_OF_ACCELERATE`."""
 _COLLAPSED = 1.1
 """Routing has collapsed if the effective number of experts is below this times K: most tokens go to the same K."""
 
@@ -208,7 +214,7 @@ def entropy(tokens_E: Tensor) -> float:
 
 
 def _without_use(config: RunConfig, evaluates: bool) -> Iterator[str]:
-    """Yield a sentence for each setting that is not its default and changes nothing in this run."""
+    """Yield a sentence for each setting, of the environment too, that is not its default and changes nothing here."""
     train, parallel = config.train, config.parallel
     if not evaluates and (train.eval_every != TrainConfig().eval_every or train.eval_micro_batch is not None):
         yield "nothing is held out, so nothing is evaluated (train.eval_every); set data.eval, or data.validation: 0.05"
@@ -216,6 +222,13 @@ def _without_use(config: RunConfig, evaluates: bool) -> Iterator[str]:
         yield "parallel.load is not read: it balances experts over parallel.ep, which is 1"
     if (parallel.zero, parallel.reshard) != (3, True) and parallel.fsdp == 1:
         yield "parallel.zero and reshard change nothing: they are of parallel.fsdp, which is 1"
+    if asked := [
+        f"{name}={os.environ[name]}" for name in _OF_ACCELERATE if os.environ.get(name, "no") not in _DEFAULTS
+    ]:
+        yield f"{' and '.join(asked)} of accelerate changes nothing: model.dtype, train.accumulate and parallel decide"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible not in ("", "-1") and not torch.cuda.is_available():
+        yield f"CUDA_VISIBLE_DEVICES={visible} names no GPU that torch can use, so the run is on the CPU"
 
 
 def _is_enough(tokens_E: Tensor) -> bool:

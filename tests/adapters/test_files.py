@@ -106,3 +106,22 @@ def test_a_setting_of_no_program_is_said(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err == (
         f"note: adapter {str(tmp_path)!r}: adapter_config.json: lora_scheme: 'v2' is no setting of PEFT, and not read\n"
     )
+
+
+def test_weights_beside_an_adapter_and_factors_that_change_nothing_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ktransformers#2146 (LoRA of experts), ms-swift#9187 (a vision tower), unsloth-zoo#1242 (factors that stayed 0).
+
+    A trainer's own states are neither.
+    """
+    for name in ("fused_expert_lora.safetensors", "non_lora_trainables.bin", "optimizer.pt", "rng_state_0.pth"):
+        (tmp_path / name).touch()
+    open_adapter(write(tmp_path, {}))
+    beside = "fused_expert_lora.safetensors and non_lora_trainables.bin beside adapter_model.safetensors is not read"
+    said = capsys.readouterr().err
+    assert beside in said
+    assert "zero" not in said
+    (tmp_path / "zero").mkdir()
+    open_adapter(write(tmp_path / "zero", {NAME.replace("_A", "_B"): torch.zeros(4, 2)}))
+    assert "factors A and B is zero everywhere" in capsys.readouterr().err

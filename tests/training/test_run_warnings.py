@@ -73,6 +73,24 @@ def test_a_setting_that_changes_nothing(
     assert [note is not None and note in line for line in said(capsys)] == [True] * (note is not None)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "note"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "ACCELERATE_MIXED_PRECISION=fp16 of accelerate changes nothing"),
+        ("ACCELERATE_USE_FSDP", "false", None),
+        ("CUDA_VISIBLE_DEVICES", "7", "CUDA_VISIBLE_DEVICES=7 names no GPU"),
+        ("CUDA_VISIBLE_DEVICES", "-1", None),
+    ],
+)
+def test_variables_that_change_nothing(
+    name: str, value: str, note: str | None, configure: small.Configure, monkeypatch: pytest.MonkeyPatch, capsys: Err
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    train(configure("router", train={"steps": 1}))
+    assert [note is not None and note in line for line in said(capsys)] == [True] * (note is not None)
+
+
 @pytest.mark.parametrize("coefficient", [0, "auto"])
 def test_a_loss_that_only_the_configuration_asks_for(coefficient: Any, tmp_path: Path, capsys: Err) -> None:
     model = small.write_model(tmp_path / "model", output_router_logits=True)

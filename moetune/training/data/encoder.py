@@ -68,6 +68,7 @@ class Encoder:
 
     Attributes:
         unread: keys of the records that were encoded, or of their messages, whose values are not read.
+        undeclared: names of the tools that chats call and do not declare, of each such chat one.
 
     Raises:
         UserError: the tokenizer lacks what the format needs: an end-of-sequence token or, for chats, a chat template
@@ -77,12 +78,16 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format) -> None:
         self.tokenizer, self.format = tokenizer, format
         self.unread: set[str] = set()
+        self.undeclared: list[str] = []
         self._template: ChatTemplate | None = None
         if format in ("chat", "sharegpt") or (format == "alpaca" and tokenizer.chat_template):
             self._template = ChatTemplate(tokenizer)
             return
         if tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no end-of-sequence token to put after a document")
+            raise UserError(
+                "the tokenizer has no end-of-sequence token to put after a document: name it in tokenizer_config.json, "
+                "as eos_token"
+            )
         self._bos, self._eos = bos_of(tokenizer), [tokenizer.eos_token_id]
 
     def encode(self, record: dict[str, Any]) -> tuple[list[Document], Written | None]:
@@ -108,6 +113,9 @@ class Encoder:
         with reading("the record, by the tokenizer,"):
             if self._template is not None:
                 messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
+                declared = {tool["function"]["name"] for tool in tools or ()}
+                called = [call["function"]["name"] for turn in messages for call in turn.get("tool_calls") or ()]
+                self.undeclared += [name for name in called if name not in declared][:1]
                 written = self._template.write(messages, tools)
                 self.unread |= {f"{key} (of messages)" for key in self._template.unread_keys(messages)}
                 parts = [self._spanned(text, spans) for text, spans in written.texts]

@@ -138,6 +138,10 @@ def read_documents(
         raise UserError(f"{source.name!r} " + (why if tally.dropped else "is empty: it holds no record"))
     if encoder is not None and encoder.unread:
         note(f"{source.name!r}: keys whose values are not read: {', '.join(first_of(sorted(encoder.unread)))}")
+    if encoder is not None and (names := encoder.undeclared):
+        note(
+            f"{source.name!r}: {counted(len(names), 'chat')} with calls of tools that its `tools` lacks, as {names[0]}"
+        )
     return Reading(np.arange(first, len(documents)), np.array(records, dtype=np.int64), tally)
 
 

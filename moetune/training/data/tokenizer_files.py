@@ -2,11 +2,13 @@
 
 Code of a model's tokenizer (Kimi's `tokenization_kimi.py`) is never run. transformers then takes a class of its own
 without a word, which splits text by another pattern, because a vocabulary such as tiktoken's does not contain it. Only
-`tokenizer.json` describes a tokenizer in full.
+`tokenizer.json` describes a tokenizer in full. Of that transformers 5 takes the vocabulary alone where
+`tokenizer_config.json` names a class that has a pattern of its own (`GPT2Tokenizer`, `Qwen2Tokenizer`, …).
 """
 
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,11 @@ _REMEDY = f"put a {_WHOLE} beside it, from a copy of the model that has one (doc
 def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `folder`, a folder or a name on the hub (`on_disk`: only from the local cache).
 
-    One that has code of its own is read from `tokenizer.json`, unchanged.
+    One that has a `tokenizer.json` is read from it, unchanged, whatever class its settings name.
 
     Raises:
         UserError: it has code of its own and no `tokenizer.json`; its vocabulary is tiktoken's or Mistral's; a package
-            is missing; or the folder has none of its files.
+            is missing; the folder has none of its files, or files that contradict each other.
         Exception: whatever transformers raises for files that it cannot read.
     """
 
@@ -45,17 +47,47 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
         except EntryNotFoundError:
             return None
 
-    configs = [read_json(file, dict[str, Any]) for file in map(find, ("tokenizer_config.json", "config.json")) if file]
+    files = map(find, ("tokenizer_config.json", "config.json"))
+    configs = [read_json(file, dict[str, Any]) if file else {} for file in files]
     code = next((code for config in configs if (code := _code_in(config)) is not None), None)
     whole = find(_WHOLE)
+    tokenizer: PreTrainedTokenizerBase
     if whole is not None:
         refuse_pointer(whole)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=on_disk)
     else:
         _refuse_vocabulary(f"the tokenizer in {folder!r}", code, find)
-    tokenizer = _loaded(folder, code, on_disk, find)
+        tokenizer = _made(folder, on_disk, find)
     if not tokenizer.chat_template and (file := find("chat_template.json")):  # where processors keep it
         tokenizer.chat_template = template_in(file)
+    _compare(tokenizer, configs[0], folder)
     return tokenizer
+
+
+def _compare(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], folder: str) -> None:
+    """Compare a tokenizer with its `tokenizer_config.json`: say that another file's chat template is read.
+
+    Raises:
+        UserError: a special token is not that of the settings, or special tokens would be read as text.
+    """
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = settings.get(name)
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str) and token != (read := getattr(tokenizer, name)):
+            raise UserError(
+                f"the {name} in {folder!r} is {token!r} by tokenizer_config.json and {read!r} by "
+                "special_tokens_map.json, which transformers 5 reads and no longer writes: remove that file, or "
+                "correct one of them"
+            )
+    if getattr(tokenizer, "split_special_tokens", False):
+        raise UserError(
+            f"tokenizer_config.json in {folder!r} has split_special_tokens: true, by which special tokens such as "
+            f"{tokenizer.eos_token!r} of a chat template are read as text; set it to false"
+        )
+    written, template = settings.get("chat_template"), tokenizer.chat_template
+    if isinstance(written, str) and isinstance(template, str) and written.strip() != template.strip():
+        text = "the chat template is that of chat_template.jinja; tokenizer_config.json has another, which is not read"
+        print(f"note: {folder}: {text}", file=sys.stderr)
 
 
 def template_in(file: Path) -> str:
@@ -71,13 +103,8 @@ def template_in(file: Path) -> str:
     return template
 
 
-def _loaded(
-    folder: str, code: str | None, on_disk: bool, find: Callable[[str], Path | None]
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `load_tokenizer`, of which files and `code` were checked."""
-    if code is not None:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=on_disk)
-    whole = find(_WHOLE)
+def _made(folder: str, on_disk: bool, find: Callable[[str], Path | None]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that transformers makes of a vocabulary; raise `UserError` if there is none in `folder`."""
     nothing = UserError(
         f"there is no tokenizer in {folder!r}: no {_WHOLE}, nor other files of which transformers makes one; copy the "
         "files of the model's tokenizer there"
@@ -87,9 +114,9 @@ def _loaded(
             folder, local_files_only=on_disk, trust_remote_code=False, mistral_format=False
         )
     except ValueError as error:
-        raise error if whole is not None else nothing from error
+        raise nothing from error
     names = tokenizer.vocab_files_names.values()
-    if names and whole is None and not any(map(find, names)):  # transformers makes one without tokens
+    if names and not any(map(find, names)):  # transformers makes one without tokens
         raise nothing
     return tokenizer
 

@@ -97,6 +97,16 @@ def test_what_is_not_read_of_records_is_said(tmp_path):
     assert load(file, make_tokenizer(CHATML), 64).counts.unread == ()
 
 
+def test_calls_of_tools_that_a_chat_does_not_declare_are_counted(tmp_path):
+    """NVIDIA-NeMo/Automodel#2324: the model learns to call what it was never shown."""
+    file = tmp_path / "data.jsonl"
+    record = chat()
+    bare = {key: value for key, value in record.items() if key != "tools"}
+    file.write_text(f"{json.dumps(record)}\n{json.dumps(bare)}\n")
+    counts = load(file, templated("qwen2_5"), 4096, packing=False).counts
+    assert counts.unread == (f"{str(file)!r}: 1 chat with calls of tools that its `tools` lacks, as lookup",)
+
+
 def test_text_prompts_that_look_like_messages_stay_text():
     tokenizer = make_tokenizer(CHATML, bos=False)
     record = {"prompt": json.dumps([USER]), "completion": "yes"}

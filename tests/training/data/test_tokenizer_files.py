@@ -21,7 +21,7 @@ TIKTOKEN = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte i
 SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02"
 TEKKEN = json.dumps({"config": {"pattern": "."}, "vocab": [], "special_tokens": []}).encode()
 KIMI = ["tokenization_kimi.TikTokenTokenizer", None]
-TEXT = "hello  wörld 12345 don't"
+TEXT = "hello  wo\u0308rld 12345 don't"
 
 
 def write(folder: Path, model_type: str = "qwen3_moe", files: dict[str, bytes] | None = None, **settings: Any) -> str:
@@ -103,15 +103,47 @@ def own() -> bytes:
         {"auto_map": {"AutoTokenizer": KIMI}},
         {"tokenizer_class": "TikTokenTokenizer"},
         {"auto_map": {"AutoTokenizer": KIMI}, "tokenizer_class": "LlamaTokenizer"},  # has a pattern of its own
+        {"tokenizer_class": "Qwen2Tokenizer"},  # so does this, and transformers puts it in place of the file's
     ],
 )
 @pytest.mark.parametrize("others", [{"tiktoken.model": TIKTOKEN}, {"tekken.json": TEKKEN}])
 def test_tokenizer_json_is_read_as_it_is(
     own: bytes, settings: dict[str, Any], others: dict[str, bytes], tmp_path: Path
 ) -> None:
+    """transformers#45488, #45812, #45920: its classes split digits and accents by patterns of their own."""
     tokenizer = tokenizer_of("model", write(tmp_path, "deepseek_v3", {"tokenizer.json": own, **others}, **settings))
     expected = Tokenizer.from_str(own.decode()).encode(TEXT, add_special_tokens=False).ids
     assert tokenizer(TEXT, add_special_tokens=False).input_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"eos_token": "<pad>"},
+            r"eos_token in .* is '<pad>' by tokenizer_config\.json and '</s>' by special_tokens_map",
+        ),
+        (
+            {"eos_token": "</s>", "split_special_tokens": True},
+            "split_special_tokens: true, .*'</s>'.*; set it to false",
+        ),
+        ({"eos_token": {"content": "</s>"}, "chat_template": "another"}, None),
+    ],
+)
+def test_settings_that_other_files_overrule_are_named(
+    own: bytes, settings: dict[str, Any], said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers 5 saves an end-of-sequence token that special_tokens_map.json, of transformers 4, undoes."""
+    files = {"tokenizer.json": own, "special_tokens_map.json": b'{"eos_token": "</s>"}'}
+    folder = write(tmp_path, files=files | {"chat_template.jinja": b"one"}, **settings)
+    if said is not None:
+        with pytest.raises(UserError, match=said):
+            tokenizer_of("model", folder)
+        return
+    assert tokenizer_of("model", folder).chat_template == "one"
+    assert (
+        "the chat template is that of chat_template.jinja; tokenizer_config.json has another" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("value", [None, 7, "", [], [7], [[]], {}, {"AutoTokenizer": {}}, {"AutoTokenizer": [None, 7]}])

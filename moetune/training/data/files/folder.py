@@ -124,9 +124,12 @@ def _splits(spec: str, names: list[str], card: _Card) -> dict[str, list[str]]:
 
 
 def _matching(names: Iterable[str], globs: Iterable[str]) -> list[str]:
-    """Return the names that match a pattern, in the order of the patterns, each once."""
+    """Return the names that match a pattern, in the order of the patterns, each once; `=` is a separator too."""
     patterns = [re.compile(glob_translate(glob.removeprefix("./"))) for glob in globs]
-    return [*dict.fromkeys(name for pattern in patterns for name in names if pattern.match(name))]
+    matches = (
+        name for pattern in patterns for name in names if any(map(pattern.match, (name, name.replace("=", "-"))))
+    )
+    return [*dict.fromkeys(matches)]
 
 
 def _missing(names: Iterable[str]) -> Iterable[str]:

@@ -111,6 +111,12 @@ def test_a_subfolder_for_evaluation_does_not_hide_the_training_data(tmp_path):
     assert records(tmp_path, held_out=True)[0] == {"text": "valid.jsonl 0"}
 
 
+def test_partitions_by_split_are_splits(tmp_path):
+    """`datasets` joins what pandas and Spark write by `partition_cols=["split"]`, so that the test records train."""
+    pd.DataFrame({"text": ["a", "b"], "split": ["train", "test"]}).to_parquet(tmp_path, partition_cols=["split"])
+    assert (records(tmp_path), records(tmp_path, held_out=True)) == ([{"text": "a"}], [{"text": "b"}])
+
+
 def test_a_split_that_is_not_there_is_named_with_those_that_are(tmp_path):
     for name in ("test.jsonl", "dev.jsonl"):
         write(tmp_path, name)
