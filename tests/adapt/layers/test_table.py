@@ -124,9 +124,8 @@ def test_what_shards_does_not_see_it(tmp_path: Path) -> None:
     assert all(found[name] is expected[name] for name in found)
 
 
-@pytest.mark.parametrize(
-    "parallel", [{"pp": 2}, *(pytest.param({axis: 2}, marks=pytest.mark.full) for axis in ("fsdp", "replicate"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"fsdp": 2}, {"replicate": 2}])
 def test_over_ranks(parallel: dict[str, Any], model: Path, data: Path, tmp_path: Path) -> None:
     for name, settings in (("gpu", {}), ("host", HOST)):
         sections = {"hardware": {"count": 2}, "train": {"accumulate": 2}} if "fsdp" in parallel else {}
