@@ -131,8 +131,8 @@ class _Reader:
         elif layout is not None:
             parsed.reasons.append(f"it has no factors on experts, which --from {layout} is about")
         parsed.adapter = Adapter(self.linears, {path: own for path, own in experts.items() if own}, self.saved)
-        parsed.wrong += self._lost(parsed.adapter)
         noted = stored.record.get("sketch")
+        parsed.wrong += self._lost(parsed.adapter) if noted is None else ()
         for name in () if noted is None else differing(parsed.adapter, noted):
             (parsed.doubts if layout is None else parsed.wrong).insert(
                 0, f"{name}: the update is not the one that moetune noted when it wrote the file"
@@ -144,13 +144,16 @@ class _Reader:
         settings, with_factors = self.stored.settings, adapter.named().keys()
         if settings.get("exclude_modules") or settings.get("layers_to_transform"):
             return
+        stored = {unwrapped(name.partition(".lora_")[0]) for name in self.stored.tensors}
         linears, stacks = {path: path for path in self.base.structure.linears()}, dict[str, str]()
         for path, layer in self.base.layers.items():
             stacks |= {f"{path}.{stack}": f"{path}.{projection}" for projection, stack in stacks_of(layer).items()}
         for setting, known in (("target_modules", linears), ("target_parameters", stacks)):
             for target in settings[setting] if isinstance(settings.get(setting), list) else ():
                 names = {name for path, name in known.items() if f".{path}".endswith(f".{target}")}
-                if lost := sorted(names - with_factors):
+                # each expert's projection may have the name of a dense layer's, and be all that the target meant
+                of_experts = any(f".{path}".endswith(f".{target}") for path in stored - known.keys())
+                if (lost := sorted(names - with_factors)) and not of_experts:
                     of = "it" if len(lost) == len(names) else f"{len(lost)} of {len(names)} layers, as {lost[0]}"
                     yield f"{target}: is in {setting} of adapter_config.json, and the file has no factors of {of}"
 
