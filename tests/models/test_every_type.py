@@ -28,6 +28,7 @@ REFUSED = {
     # Draft models: every layer reads the cache of the model they draft for, so they do not stand alone.
     "gemma4_assistant": "is not valid",
     "gemma4_unified_assistant": UNBUILDABLE,
+    "emu3": UNBUILDABLE,  # a default configuration lacks the vocabulary map of its images
     # Their configuration joins text encoder, audio codec and decoder; the decoder wants its own.
     "musicgen": UNBUILDABLE,
     "musicgen_melody": UNBUILDABLE,
