@@ -282,8 +282,10 @@ def scans_of(module: nn.Module) -> tuple[Operation, ...]:
 
 
 def is_hyper_connection(module: nn.Module) -> bool:
-    """Return whether a module weighs and mixes the streams of a residual around a sublayer (arXiv 2512.24880)."""
-    return type(module).__name__.endswith("HyperConnection")
+    """Return whether a module weighs and mixes the streams of a residual around a sublayer (arXiv 2512.24880), by
+    parameters of its own alone."""
+    of_children = (parameter for child in module.children() for parameter in child.parameters())
+    return type(module).__name__.endswith("HyperConnection") and next(of_children, None) is None
 
 
 def convolutions_of(module: nn.Module) -> tuple[Operation, ...]:
