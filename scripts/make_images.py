@@ -20,11 +20,14 @@ from moetune.report.memory_charts import memory_chart
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-RUNS = {"report.png": "mixtral-8x7b-lora", "mixtral-8x22b-lora-host": "mixtral-8x22b-lora-host"}
+RUNS = {
+    "report.png": ("mixtral-8x7b-lora", "44GiB"),
+    "mixtral-8x22b-lora-host": ("mixtral-8x22b-lora-host", "12GiB"),
+}
 
 
-def predicted(name: str) -> MemoryReport:
-    return predict(load_run_config(ROOT / "configs" / f"{name}.yaml"), gpu="44GiB")
+def predicted(name: str, gpu: str) -> MemoryReport:
+    return predict(load_run_config(ROOT / "configs" / f"{name}.yaml"), gpu=gpu)
 
 
 def planned() -> Plan:
@@ -51,7 +54,7 @@ def made(name: str, draw: bool) -> Any:
         if draw:
             plan_chart(found).save(IMAGES / name)
         return of_plan(found)
-    report = predicted(RUNS[name])
+    report = predicted(*RUNS[name])
     if draw and name.endswith(".png"):
         memory_chart(report).save(IMAGES / name)
     return of_report(report)

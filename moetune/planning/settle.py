@@ -1,6 +1,8 @@
 """`settled`: what `auto` stands for in `checkpointing`, `keep_rows`, `layer_by_layer` and `expert_memory`, by memory
 left."""
 
+from collections.abc import Iterator
+
 import torch
 
 from moetune.config.memory_size import parse_size
@@ -51,30 +53,30 @@ def _choices(run: ResolvedRun) -> list[ResolvedRun]:
     are computed together doubles until it holds a layer's: on an H100 1 GiB took 24 % off a micro-step of
     Qwen3-30B-A3B, and everything that layers can keep 7 % for 18 GiB (docs/benchmarks/card.md).
     Then each choice keeps in a layer more than the one before. With `checkpointing.host: auto` that is the layer's
-    input, which else waits on the host. With `checkpointing: auto` it is first attention's outputs, which take least
-    for the time that they save; then the experts' rows; then the rest of a layer. The last layers come first, because
-    they are the first in backward, so their bytes are freed before other layers are recomputed.
+    input, which else waits on the host; where the experts use the same link, it stays before their groups grow. With
+    `checkpointing: auto` it is first attention's outputs, which take least for the time that they save; then the
+    experts' rows; then the rest of a layer. The last layers come first, because they are the first in backward, so
+    their bytes are freed before other layers are recomputed.
     """
     train, choices = run.config.train, [run.settled_as(None)]
     sizes = _expert_memories(run) if train.expert_memory == "auto" else []
     if sizes:
         choices = [choices[0].but(train={"expert_memory": sizes[0]})]
-    copies_anew = run.config.model.experts_on == "host" and train.accumulate > 1
-    if train.layer_by_layer == "auto" and copies_anew and not any(layer_by_layer_problems(run)):
+    on_host = run.config.model.experts_on == "host"
+    if train.layer_by_layer == "auto" and on_host and train.accumulate > 1 and not any(layer_by_layer_problems(run)):
         choices.append(choices[0].but(train={"layer_by_layer": True}))
+    inputs_wait = is_open(train) and isinstance(train.checkpointing, KeptConfig)
+    if inputs_wait and on_host:
+        choices += _inputs_stay(choices[-1])
     choices += [choices[-1].but(train={"expert_memory": size}) for size in sizes[1:]]
-    if not is_open(train):
+    if inputs_wait and not on_host:
+        choices += _inputs_stay(choices[-1])
+    if inputs_wait or not is_open(train):
         return choices
     last = choices[-1].config.train
     most = run.but(train={"layer_by_layer": last.layer_by_layer, "expert_memory": last.expert_memory})
     layers = list(range(run.structure.num_layers))
     of_experts = [layer.index for layer in run.structure.moe_layers]
-    if isinstance(train.checkpointing, KeptConfig):
-        stays = dict(run.keeps)
-        for layer in reversed([layer for layer, kept in run.keeps.items() if "host" in kept]):
-            stays[layer] = stays[layer] - {"host"}
-            choices.append(most.keeping(stays))
-        return choices
     steps: list[tuple[Keepable, list[int]]] = [("rows", of_experts)]
     if train.checkpointing == "auto":
         steps = [("attention", layers), *steps, ("rest", layers)]
@@ -84,6 +86,13 @@ def _choices(run: ResolvedRun) -> list[ResolvedRun]:
             kept = {**kept, layer: kept.get(layer, NOTHING) | {name}}
             choices.append(most.keeping(kept))
     return choices
+
+
+def _inputs_stay(run: ResolvedRun) -> Iterator[ResolvedRun]:
+    keeps = dict(run.keeps)
+    for layer in reversed([layer for layer, kept in keeps.items() if "host" in kept]):
+        keeps[layer] = keeps[layer] - {"host"}
+        yield run.keeping(keeps)
 
 
 def _expert_memories(run: ResolvedRun) -> list[str]:

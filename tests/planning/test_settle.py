@@ -165,6 +165,26 @@ def test_inputs_wait_on_the_host_in_as_few_layers_as_the_card_needs(tmp_path: Pa
     assert "kept of 3 layers: attention's output of 1, inputs of 2 on the host" in said
 
 
+@pytest.mark.parametrize("on", ["host", "gpu"])
+def test_inputs_return_to_the_card_before_groups_grow_only_where_experts_use_the_link(
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LEAST_EXPERT_MEMORY, "cuda", "1MiB")
+    toy = write_toy(tmp_path, "mixtral", experts=8, num_hidden_layers=2, intermediate_size=4096)
+    model = {"dtype": "bf16", "base": "nf4", "experts_on": on}
+    run = resolve(toy_run(toy, "mixtral", LORA, model=model, train={"checkpointing": {"host": "auto"}}), "cuda")
+    taken = [(choice.config.train.expert_memory, len(choice.keeps)) for choice in _choices(run)]
+    (least, _), (most, _) = taken[0], taken[-1]
+    assert taken[0] == (least, 2)
+    assert taken[-1] == (most, 0)
+    sizes = list(dict.fromkeys(size for size, _ in taken))
+    assert len(sizes) > 2
+    first, second = [(least, 1), (least, 0)], [(size, 0) for size in sizes[1:]]
+    if on == "gpu":
+        first, second = [(size, 2) for size in sizes[1:]], [(most, 1), (most, 0)]
+    assert taken[1:] == [*first, *second]
+
+
 def test_experts_on_the_host_are_copied_once_a_step_where_it_fits(tmp_path: Path) -> None:
     """Before anything else is kept: what all micro-batches hold at once takes more than what one does."""
     toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=2)
