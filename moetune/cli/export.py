@@ -43,9 +43,6 @@ def export(
             "--into",
         ),
     ] = None,
-    push: Annotated[
-        str | None, cli.option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")
-    ] = None,
     predict: cli.Predict = False,
     json_: cli.Json = False,
 ) -> None:
@@ -68,8 +65,6 @@ def export(
         from moetune.exporting.export import export as export_trained
         from moetune.exporting.finished_run import open_run
         from moetune.exporting.memory import predict_merged
-        from moetune.exporting.push import check_push
-        from moetune.exporting.push import push as push_to_hub
         from moetune.inference.check import check_export
         from moetune.memory.host import process_here
         from moetune.planning.at_hand import refuse_unfit
@@ -80,8 +75,6 @@ def export(
         cli.answer_prediction(json_, report)
         return
     assert out is not None
-    if push is not None:
-        check_push(push)
     trained: Any = run
     if format_ == "merged" and into is None:
         trained = opened = open_run(run)
@@ -107,10 +100,7 @@ def export(
             f"loss on {counted(checked.rows, 'record')} of {checked.of}, {checked.tokens:,} tokens: "
             f"{checked.trained_loss:.4f} trained, {checked.exported_loss:.4f} exported"
         )
-    address = None if push is None else push_to_hub(run, out, format_, push)
-    if address is not None:
-        shown.append(f"pushed to {address}")
-    cli.answer(json_, {**result.to_json(), "check": checked and asdict(checked), "pushed": address}, *shown)
+    cli.answer(json_, {**result.to_json(), "check": checked and asdict(checked)}, *shown)
 
 
 def _of_survival(survival: Sequence[Survival]) -> Iterator[str]:

@@ -5,11 +5,9 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import HfApi
 from safetensors.torch import load_file
 
 from moetune.errors import UserError
@@ -120,21 +118,6 @@ def test_options_that_do_not_go_together(run: Path, moetune: Callable[..., Any])
     refused(ended, "--format 'gguf': give delta, peft, merged, vllm or sglang")
 
 
-@pytest.mark.parametrize("name", ["me//mine", "me/mine"])
-def test_a_push_that_would_fail_is_said_before_the_export(
-    name: str, run: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def nobody(self: Any) -> None:
-        raise OSError("401 Unauthorized")
-
-    monkeypatch.setattr(HfApi, "whoami", nobody)
-    ended = moetune("export", run, "--format", "delta", "--out", run.parent / "unpushed", "--push", name)
-    assert (ended.code, ended.out) == (2, "")
-    assert f"cannot push to {name!r}" in ended.err
-    assert "hf auth login" in ended.err
-    assert not (run.parent / "unpushed").exists()
-
-
 def test_a_check_that_fails_leaves_the_export(
     run: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,39 +130,3 @@ def test_a_check_that_fails_leaves_the_export(
     assert (ended.code, ended.out) == (2, "")
     assert f"error: '{out}' was written; --check failed: no memory\n" in ended.err
     assert (out / "config.json").is_file()
-
-
-def test_what_is_pushed_has_a_card_and_no_manifest(
-    run: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `~` in both paths."""
-    asked: dict[str, Any] = {}
-
-    def upload_folder(self: Any, **options: Any) -> Any:
-        asked.update(options)
-        return SimpleNamespace(commit_url="https://hub/commit")
-
-    monkeypatch.setattr(HfApi, "whoami", lambda self: {"name": "me"})
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: asked.update(options, name=name))
-    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
-    out = run.parent / "delta"
-    monkeypatch.setenv("HOME", str(run.parent))
-    arguments = ("export", f"~/{run.name}", "--format", "delta", "--out", "~/delta", "--push", "me/mine")
-    ended = moetune(*arguments)
-    assert ended.out.splitlines()[-1] == "pushed to https://hub/commit"
-    assert (asked["name"], asked["private"], asked["ignore_patterns"]) == (
-        "me/mine",
-        True,
-        ["manifest.json", ".moetune"],
-    )
-    card = (out / "README.md").read_text()
-    assert "| LoRA | rank 4, alpha 8 |" in card
-    assert str(run.parent) not in card
-
-    def refuse(self: Any, **options: Any) -> None:
-        raise OSError("401 Unauthorized")
-
-    monkeypatch.setattr(HfApi, "upload_folder", refuse)
-    ended = moetune(*arguments, "--overwrite")
-    assert ended.code == 2
-    assert "was written, and could not be pushed to 'me/mine': 401 Unauthorized; hf auth login" in ended.err
