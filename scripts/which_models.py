@@ -42,7 +42,8 @@ ALIKE = {
     "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
 }
 """Models of the same shapes as another one, whose row they share."""
-MODELS = [name for name in model_names() if not name.startswith(("llama", "tiny")) and name not in ALIKE]
+DENSE = ("llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-3-8b")
+MODELS = [name for name in model_names() if name not in (*DENSE, "tiny-mixtral", *ALIKE)]
 
 
 def published_in(name: str) -> str:

@@ -90,6 +90,12 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+        "attention_chunk_size": 8,
+        "no_rope_layer_interval": 2,
+    },
     "longcat_flash": {"qk_head_dim": 16},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "mistral4": {"head_dim": 16},

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from moetune.adapters.factors import DOWN, GATE_UP
 from moetune.adapters.files import StoredAdapter
+from moetune.compat import llama4
 from moetune.errors import UserError, shown
 from moetune.files import expanded
 from moetune.formats.checkpoint import weights_of
@@ -99,6 +100,13 @@ class AdapterBase:
                 if len(prefixes) == 1:
                     names[path] = ExpertNames(prefixes.pop(), {})
         return names
+
+    @cached_property
+    def peft_layout(self) -> str:
+        """The stacked layout that PEFT writes and reads for this model, a key of `ORDERS`: with the factors exchanged
+        where it takes experts' inputs for their outputs."""
+        experts = map(self.plain.get_submodule, self.layers)
+        return "peft-0.18" if any(isinstance(module, llama4.Experts) for module in experts) else "peft"
 
     @cached_property
     def _paths(self) -> dict[str, str]:

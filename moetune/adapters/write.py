@@ -84,7 +84,7 @@ def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     tied = base.structure.tied
     ties = any(name in adapter.saved for name in tied) and not adapter.unties(tied)
     settings = peft_settings(base, adapter, modules, ties=ties)
-    layout = "unsloth-grouped" if program == "unsloth-grouped" else "peft"
+    layout = "unsloth-grouped" if program == "unsloth-grouped" else base.peft_layout
     split = _split_on_loading(adapter, base)
     notes = (f"vLLM and SGLang do not apply its factors on {split}; merge it for them",) if split else ()
     tensors = stacked(adapter, ORDERS[layout]) | dict(adapter.saved)

@@ -314,8 +314,9 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
     PEFT would load it without an error, and compute something else. `base` is the base that it names.
     """
     model, stored = resolve_model(ModelConfig.named(base), device), open_adapter(path)
-    parsed = sure(read(stored, base_of(model.source, model.plain, model.structure, base)), stored)
-    if parsed.layout not in (None, "peft"):
+    of = base_of(model.source, model.plain, model.structure, base)
+    parsed = sure(read(stored, of), stored)
+    if parsed.layout not in (None, of.peft_layout):
         raise UserError(
             f"the adapter in {what!r} is in the layout {parsed.layout}, which PEFT would read wrongly; moetune adapter "
             f"convert {base} {what} --to peft --out DIR"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from moetune.compat import llama4
 from moetune.config.schema import LoraConfig
 from moetune.errors import UserError
 
@@ -112,8 +113,12 @@ def mark_experts(model: nn.Module) -> None:
     """Set transformers' flags on modules that lack them and compute what experts with its default flags do: Step3p7's.
 
     That is measured, once for each class and shape, because parameters of the same shapes may be used otherwise:
-    LongCat has experts without weights, and Llama 4 multiplies the inputs of experts.
+    LongCat has experts without weights. Llama 4's, whose inputs are multiplied instead of their outputs, get flags of
+    their own (compat/llama4.py).
     """
+    for module in llama4.choose_before_experts(model):
+        for flag in _FLAGS:
+            setattr(module, flag, llama4.FLAGS.get(flag, False))
     measured: dict[object, bool] = {}
     for module in model.modules():
         shapes = {name: weight.shape for name, weight in expert_parameters(module).items()}

@@ -100,7 +100,7 @@ def keys_to_round(model: ResolvedModel, base: Tensors, format: Format) -> set[st
             if stack.endswith("bias"):
                 continue
             apart = mapping.has_experts_apart and mapping.only_merges
-            of_gpt_oss = mapping.conversion is None and layer.shape.is_transposed
+            of_gpt_oss = mapping.conversion is None and layer.shape.is_transposed and not layer.shape.is_concatenated
             if not (of_gpt_oss if is_stacked else apart):
                 layout = "gpt-oss" if is_stacked else "models with a tensor for each expert"
                 raise UserError(

@@ -37,7 +37,12 @@ TOLERANCES = {
 PLAIN = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 """The usual ways to write a mixture of experts: run on every push, beside every sixth of the others."""
 every_type = pytest.mark.parametrize(
-    "model_type", thinned((name for name in (*expert_model_types(), "step3p7") if name not in CANNOT_RUN), 6, PLAIN)
+    "model_type",
+    thinned(
+        (name for name in (*expert_model_types(), "step3p7", "llama4_text", "llama4") if name not in CANNOT_RUN),
+        6,
+        PLAIN,
+    ),
 )
 
 

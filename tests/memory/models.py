@@ -20,6 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "glm4_moe": {},
     "gpt_oss": {},  # attention with sinks and windows, interleaved experts with biases
+    "llama4_text": {"interleave_moe_layer_step": 2},  # dense and sparse layers in turn, weights stored [in, out]
     "llama": {"tie_word_embeddings": True},
 }
 """Model type -> what its toy needs besides the common sizes."""

@@ -22,8 +22,6 @@ UNBUILDABLE = "cannot build"
 REFUSED = {
     "dbrx": UNMARKED,
     "jetmoe": UNMARKED,
-    "llama4": UNMARKED,
-    "llama4_text": UNMARKED,
     "longcat_flash": UNMARKED,
     # Draft models: every layer reads the cache of the model they draft for, so they do not stand alone.
     "gemma4_assistant": "is not valid",
@@ -46,7 +44,7 @@ def test_every_parameter_is_counted_once_and_every_marked_module_is_found(model_
     assert sum(part.numel for part in structure.parameters) == sum(p.numel() for p in model.parameters())
     marked = [name for name, module in model.named_modules() if is_experts(module)]
     assert [layer.experts for layer in structure.moe_layers] == marked
-    assert bool(marked) == (model_type in expert_model_types())
+    assert bool(marked) == (model_type in (*expert_model_types(), "llama4", "llama4_text"))
     for layer in structure.moe_layers:
         experts = [part.numel for part in structure.parameters_of("experts") if part.layer == layer.index]
         assert sum(experts) == layer.shape.num_experts * layer.shape.parameters_per_expert

@@ -114,6 +114,14 @@ class WithIdentities(Experts):
         self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS + 2, 2 * 24, HIDDEN))
 
 
+def test_llama_4_is_read_with_one_expert_per_token_alone() -> None:
+    """With several, each expert's input is multiplied by its own score, and no published model has them."""
+    layer = read_structure(meta_model(toy_config("llama4_text"))).moe_layers[0]
+    assert (layer.top_k, layer.shape) == (1, moe.ExpertShape(EXPERTS, HIDDEN, 24, True, False, True, True))
+    with pytest.raises(UserError, match="'llama4_text' is not supported: its experts"):
+        read_structure(meta_model(toy_config("llama4_text", num_experts_per_tok=2)))
+
+
 @pytest.mark.parametrize("kind", [Experts, OnInputs, Alternating, UpFirst, WithIdentities])
 def test_experts_without_the_mark_are_marked_if_they_compute_the_same(kind: type[Experts]) -> None:
     with torch.device("meta"):

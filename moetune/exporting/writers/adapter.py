@@ -20,6 +20,7 @@ from moetune.adapters.base import AdapterBase, base_of
 from moetune.adapters.factors import DOWN, GATE_UP, Adapter, Factors, join_experts
 from moetune.adapters.files import PREFIX, write_adapter
 from moetune.adapters.write import laid_out, saved_module
+from moetune.compat import llama4
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Written
@@ -188,6 +189,9 @@ def refuse_lost(plain: PreTrainedModel, tensors: Mapping[str, Tensor], settings:
     prefix; `settings` are those of `adapter_config.json`. `plain`, a meta model, is modified.
     """
     empty = {f"{PREFIX}{name}": tensor.to("meta") for name, tensor in tensors.items()}
+    for module in plain.modules():
+        if isinstance(module, llama4.Experts):
+            module.is_transposed = False  # PEFT does not find this mark on the model's own class
     kind = plain.config.model_type
     try:
         with warnings.catch_warnings():

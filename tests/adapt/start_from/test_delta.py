@@ -20,7 +20,7 @@ from tests.exporting.runs import ADAPT, FULL, ToyRun, write_run
 from tests.reference import run_config
 from tests.resolved import build
 
-TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
+TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe", "llama4_text"]
 
 
 def exported(run: ToyRun, out: Path) -> Delta:

@@ -18,7 +18,7 @@ from moetune.inference.opened import open_model
 from moetune.models.hub.fingerprint import take_fingerprint
 from tests.exporting.runs import ADAPT, FULL, LORA, tensors_of, write_base, write_run
 
-TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
+TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe", "llama4_text"]
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])

@@ -26,7 +26,7 @@ from tests.resolved import write_quantized_base
 from tests.thinned import in_pairs
 from tests.toys import expert_model_types, toy_config
 
-TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
+TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe", "llama4_text"]
 LARGE = {"hidden_size": 256, "intermediate_size": 1024}
 TOLERANCE = 1e-5
 EXPERT = {

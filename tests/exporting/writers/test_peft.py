@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("gpt_oss", {"router": "all", "lora": LORA}),
     "gpt_oss split": ("gpt_oss", {"lora": LORA | {"gate_up": "split", "ids": [1, 2, 5]}}),
+    "llama4_text": ("llama4_text", {"router": "all", "lora": LORA}),
+    "llama4_text split": ("llama4_text", {"lora": LORA | {"gate_up": "split", "ids": [1, 2, 5]}}),
     "gpt_oss, part of a router": ("gpt_oss", {"also": ["*router.weight"], "lora": LORA}),
     "deepseek_v2": (
         "deepseek_v2", {"router": "all", "lora": LORA | {"targets": [*ALL, "shared_experts", "dense_mlp"]}},
