@@ -57,7 +57,8 @@ def print_the_link(trees: Sequence[Path]) -> None:
     """Print, for each tree, the bytes that a step of eight micro-batches of Mixtral-8x22B copies between host and card,
     its experts in host memory, as `moetune predict` of that tree counts them.
 
-    First each tree's own `configs/mixtral-8x22b-lora-host.yaml`, as it stands; then with other rows and `checkpointing`.
+    First each tree's own `configs/mixtral-8x22b-lora-host.yaml`, as it stands; then with other rows and
+    `checkpointing`.
     """
     print("| rows of 2,048 | checkpointing | tree | GB over the link a step | process, GiB | pinned, GiB |")
     print("|---:|---|---|---:|---:|---:|")

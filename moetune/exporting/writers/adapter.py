@@ -189,9 +189,9 @@ def refuse_lost(plain: PreTrainedModel, tensors: Mapping[str, Tensor], settings:
     prefix; `settings` are those of `adapter_config.json`. `plain`, a meta model, is modified.
     """
     empty = {f"{PREFIX}{name}": tensor.to("meta") for name, tensor in tensors.items()}
-    for module in plain.modules():
-        if isinstance(module, llama4.Experts):
-            module.is_transposed = False  # PEFT does not find this mark on the model's own class
+    experts: list[Any] = [module for module in plain.modules() if isinstance(module, llama4.Experts)]
+    for module in experts:
+        module.is_transposed = False  # PEFT does not find this mark on the model's own class
     kind = plain.config.model_type
     try:
         with warnings.catch_warnings():

@@ -53,6 +53,8 @@ def toys(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
         ("mixtral", "offload", 1, "host"),
         pytest.param("mixtral", "experts_only", 1, "gpu", marks=pytest.mark.full),
         ("deepseek_v3", "full", 1, "gpu"),
+        pytest.param("llama4_text", "full", 1, "host", marks=pytest.mark.full),
+        pytest.param("llama4_text", "none", 0, "gpu", marks=pytest.mark.full),
         pytest.param("deepseek_v3", "none", 0, "host", marks=pytest.mark.full),
         pytest.param("llama", "offload", 0, "gpu", marks=pytest.mark.full),
         ("llama", "none", 0, "gpu"),
