@@ -48,6 +48,19 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of the tensors that are read, in safetensors' spelling."""
 _STATES = ("adapter_model", "optimizer", "scheduler", "scaler", "rng_state", "random_states", "training_args")
 """How names of files begin that trainers write beside an adapter, and that hold no weights but its own."""
+_OTHER_FILES = {
+    "adapter_model-*.safetensors": "is one of several shards, which PEFT does not read: write their tensors into one "
+    f"{WEIGHTS_FILE} with load_file and save_file of safetensors.torch",
+    "*adapters.safetensors": "is mlx-lm's, whose factors have other names: write them transposed as PEFT's lora_A and "
+    f"lora_B, and r, lora_alpha (rank · scale) and peft_type into {CONFIG_FILE}",
+    "*.gguf": "is for llama.cpp, and not read: take the adapter that it was converted from",
+    **dict.fromkeys(
+        ("adapter_*.bin", "*.pt", "*.pth"),
+        "is a pickle, which can run code and is never read; save it as safetensors, as torchtune does with "
+        "safe_serialization of FullModelHFCheckpointer",
+    ),
+}
+"""Name of a file of weights that stands in place of PEFT's -> what it is, and what to do."""
 _OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
 
 Tensors = Mapping[str, Tensor]
@@ -145,11 +158,10 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
     """
     where = f"adapter {str(folder)!r}"
     if not (folder / WEIGHTS_FILE).is_file():
-        pickled = (folder / "adapter_model.bin").exists()
-        reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
         below = sorted(str(file.parent.relative_to(folder)) for file in folder.glob(f"*/{WEIGHTS_FILE}"))
         hint = f"; there is one in {' and in '.join(first_of(below))}" if below else ""
-        raise UserError(f"{where}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it{hint}'}")
+        others = (f"{file.name} {why}" for name, why in _OTHER_FILES.items() for file in sorted(folder.glob(name)))
+        raise UserError(f"{where}: {next(others, f'there is no {WEIGHTS_FILE} in it{hint}')}")
     settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"{where}: {CONFIG_FILE}")
     kind, no_lora = settings.get("peft_type"), f"{where}: {CONFIG_FILE} describes no LoRA adapter"
     if kind != "LORA":

@@ -296,7 +296,7 @@ def found_model(model: str, base: Any, device: DeviceType | None = None) -> Open
     with heavy_imports():
         from moetune.inference.opened import find
     opened = find(model, base=base, device=device)
-    note(*opened.notes)
+    note(*opened.notes, *filter(None, [opened.resolved.lost_bits]))
     return opened
 
 
