@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +17,8 @@ from moetune.errors import UserError, reading
 from moetune.inference.opened import Opened, open_model
 from moetune.json_files import first_problem
 from moetune.report.console import note
+from moetune.training.data.chats.chat_template import ChatTemplate
 from moetune.training.data.chats.stop_tokens import stop_ids
-from moetune.training.data.chats.thinking import Thinking, placed
-from moetune.training.data.chats.tool_calls import fitted
 from moetune.training.data.encoder import begun, bos_of
 from moetune.training.data.load import pad_token_id
 
@@ -82,9 +81,7 @@ def token_ids(opened: Opened, prompt: str | list[Message]) -> list[int]:
             "data.chat_template"
         )
     else:
-        render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        messages = fitted(placed(prompt, tokenizer.get_chat_template()), render)
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer(ChatTemplate(tokenizer).prompt(prompt), add_special_tokens=False)["input_ids"]
     if not ids:
         raise UserError("the prompt is empty: it has no tokens")
     text_config = opened.settings.get_text_config()
@@ -183,11 +180,8 @@ def _text(name: str, tokenizer: Any, ids: list[int]) -> str:
     if not (within := {special[number]: None for number in ids if number in special}):
         return plain
 
-    def render(chat: list[Message], _: object, *, prompt: bool, **arguments: Any) -> str:
-        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **arguments)
-
     if tokenizer.chat_template:
-        apart = Thinking(tokenizer.get_chat_template(), render).told_apart(tokenizer.decode(ids), within)
+        apart = ChatTemplate(tokenizer).told_apart(tokenizer.decode(ids), within)
         if apart is not None:
             return apart
     _say(f"special tokens within a text of {name!r} are left out of it: {', '.join(within)}")

@@ -17,6 +17,7 @@ from moetune.inference import generate
 from moetune.inference.completions import _batches
 from moetune.inference.memory import predict_generate
 from moetune.inference.opened import Opened, find, open_model
+from moetune.training.data.chats import chat_template
 from tests import toys
 from tests.chat_templates import NAMES, of_trl, tokenizer_with
 from tests.reference import build_toy
@@ -185,3 +186,21 @@ def test_a_text_that_is_cut_is_said_while_it_is_printed(
     generate.generate(open_model(str(tmp_path), device="cpu"), PROMPT, max_new_tokens=5, stream=True)
     printed = capsys.readouterr()
     assert printed.out.rstrip("\n") == printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (of_trl("gemma"), "refuses it: System role not supported"),
+        ("{{ foo.bar }}", "refuses it: 'foo' is undefined"),
+        ("{{ messages[0]['content'] }}", "leaves out 'hi' in content of message 2"),
+        (of_trl("llava_next"), "refuses it"),
+        ("{% for i in range(9999) %}{% for i in range(9999) %}{% endfor %}{% endfor %}", "chat template"),
+    ],
+)
+def test_what_a_template_refuses_or_leaves_out(template: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for data: no traceback, no endless template, and no question without its text."""
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.5)
+    opened: Any = SimpleNamespace(tokenizer=tokenizer_with(template), name="x")
+    with pytest.raises(UserError, match=message):
+        generate.token_ids(opened, [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}])
