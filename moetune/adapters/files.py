@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from moetune.errors import UserError, first_of, reading, shown
+from moetune.errors import UserError, first_of, note, reading, shown
 from moetune.json_files import first_problem, parse_json, read_json
 from moetune.tensor_files import DTYPES, Stored, create_file, read_header, refuse_not_finite
 
@@ -61,6 +60,7 @@ _OTHER_FILES = {
     ),
 }
 """Name of a file of weights that stands in place of PEFT's -> what it is, and what to do."""
+_say = cache(note)
 _OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
 
 Tensors = Mapping[str, Tensor]
@@ -198,11 +198,6 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
         if rows and rank > max(rows):
             raise UserError(f"{where}: {CONFIG_FILE}: rank {rank}, and its factors have {max(rows)} rows")
     return settings, tensors, scales
-
-
-@cache
-def _say(note: str) -> None:
-    print(f"note: {note}", file=sys.stderr)
 
 
 def _refuse_unread(folder: Path, header: Mapping[str, Stored]) -> None:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from moetune.cli import options as cli
 from moetune.config.load import load_run_config, read_run_config, refuse_missing
-from moetune.errors import UserError
-from moetune.report.console import note
+from moetune.errors import UserError, note
 from moetune.report.view import Table, ViewSection
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets, path_and_split
-from moetune.errors import UserError
+from moetune.errors import UserError, note
 from moetune.files import expanded
 from moetune.inference.opened import Opened, open_model
 from moetune.json_files import Answer
-from moetune.report.console import note
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens
 from moetune.training.step.batch import Row, collate
 from moetune.training.step.micro_step import held_out_loss

@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, StopStringCriteria, TextStreamer
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
-from moetune.errors import UserError, reading
+from moetune.errors import UserError, note, reading
 from moetune.inference.opened import Opened, open_model
 from moetune.json_files import first_problem
-from moetune.report.console import note
 from moetune.training.data.chats.chat_template import ChatTemplate
 from moetune.training.data.chats.stop_tokens import stop_ids
 from moetune.training.data.encoder import begun, bos_of
@@ -29,6 +28,7 @@ _OTHERS = re.compile(
     "return_|assistant_|num_assistant_|target_lookbehind$|.*compile"
 )
 """Settings of `generation_config.json` that options of the commands stand for, or that change no text."""
+_say = cache(note)
 Message = dict[str, Any]
 """A chat message: `role` and `content`."""
 
@@ -274,8 +274,3 @@ def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
     if keys := ", ".join(key for key in unread if key not in _Sampling.model_fields):
         _say(f"generation_config.json of {name!r}: {keys}: not applied")
     return GenerationConfig(**{key: value for key, value in valid.model_dump().items() if value not in (None, [], "")})
-
-
-@cache
-def _say(text: str) -> None:
-    note(text)
