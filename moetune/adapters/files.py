@@ -231,7 +231,7 @@ def open_adapter(folder: Path) -> StoredAdapter:
     """Read an adapter folder. Raise `UserError` if it has no valid adapter (`read_adapter`), or no plain LoRA."""
     settings, tensors, scales = read_adapter(folder)
     if not_plain := beyond_plain(settings):
-        raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(not_plain)}")
+        raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(not_plain)}; merge it with PEFT")
     # beside a module that it saves whole, PEFT may store the one that it replaces, and the saved one by a second name
     named: dict[str, Tensor] = {}
     for name in (name for name in tensors if ".original_module." not in name):

@@ -50,7 +50,7 @@ def test_tensors_that_are_not_read(tensor: Tensor, said: str, tmp_path: Path) ->
         ({"use_rslora": "false"}, "use_rslora: 'false': Input should be a valid boolean"),
         *(({"peft_type": kind}, f"peft_type is '{kind}', not LORA") for kind in ("VERA", "IA3", "ADALORA")),
         *(
-            ({key: value}, f"not plain LoRA: {key}: ")
+            ({key: value}, f"not plain LoRA: {key}: .*merge it with PEFT")
             for key, value in {
                 "use_dora": True, "lora_bias": True, "use_qalora": True, "arrow_config": {"top_k": 2}, "bias": "all",
                 "fan_in_fan_out": True, "init_lora_weights": "olora", "trainable_token_indices": [1],
