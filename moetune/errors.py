@@ -1,7 +1,8 @@
-"""`UserError` and `DoesNotFit`; `reading` turns readers' errors into `UserError`; text helpers for messages."""
+"""`UserError` and `DoesNotFit`; `reading` turns readers' errors into `UserError`; notes; text helpers."""
 
 import difflib
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,12 @@ def printable(text: str) -> str:
     if text.isprintable():  # raises for bytes, which click passes to test a stream
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def note(*texts: str) -> None:
+    """Print a line that begins with `note: ` on stderr for each of the texts, with control characters escaped."""
+    for text in texts:
+        print(f"note: {printable(text)}", file=sys.stderr)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from moetune.errors import UserError, reading, shown
+from moetune.files import refuse_pointer
 
 T = TypeVar("T")
 Amount = Annotated[int, Field(ge=0, lt=2**63)]
@@ -64,6 +65,7 @@ def read_json(file: Path, kind: Callable[..., T], what: str = "", remedy: str = 
     """
     what = what or repr(str(file))
     with reading(what, remedy):
+        refuse_pointer(file)
         text = file.read_bytes()
     return parse_json(text, kind, what, remedy)
 

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from moetune.errors import UserError, first_of, reading, shown
+from moetune.errors import UserError, first_of, note, reading, shown
 from moetune.json_files import first_problem, parse_json, read_json
 from moetune.tensor_files import DTYPES, Stored, create_file, read_header, refuse_not_finite
 
@@ -48,6 +47,20 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of the tensors that are read, in safetensors' spelling."""
 _STATES = ("adapter_model", "optimizer", "scheduler", "scaler", "rng_state", "random_states", "training_args")
 """How names of files begin that trainers write beside an adapter, and that hold no weights but its own."""
+_OTHER_FILES = {
+    "adapter_model-*.safetensors": "is one of several shards, which PEFT does not read: write their tensors into one "
+    f"{WEIGHTS_FILE} with load_file and save_file of safetensors.torch",
+    "*adapters.safetensors": "is mlx-lm's, whose factors have other names: write them transposed as PEFT's lora_A and "
+    f"lora_B, and r, lora_alpha (rank · scale) and peft_type into {CONFIG_FILE}",
+    "*.gguf": "is for llama.cpp, and not read: take the adapter that it was converted from",
+    **dict.fromkeys(
+        ("adapter_*.bin", "*.pt", "*.pth"),
+        "is a pickle, which can run code and is never read; save it as safetensors, as torchtune does with "
+        "safe_serialization of FullModelHFCheckpointer",
+    ),
+}
+"""Name of a file of weights that stands in place of PEFT's -> what it is, and what to do."""
+_say = cache(note)
 _OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
 
 Tensors = Mapping[str, Tensor]
@@ -145,11 +158,10 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
     """
     where = f"adapter {str(folder)!r}"
     if not (folder / WEIGHTS_FILE).is_file():
-        pickled = (folder / "adapter_model.bin").exists()
-        reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
         below = sorted(str(file.parent.relative_to(folder)) for file in folder.glob(f"*/{WEIGHTS_FILE}"))
         hint = f"; there is one in {' and in '.join(first_of(below))}" if below else ""
-        raise UserError(f"{where}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it{hint}'}")
+        others = (f"{file.name} {why}" for name, why in _OTHER_FILES.items() for file in sorted(folder.glob(name)))
+        raise UserError(f"{where}: {next(others, f'there is no {WEIGHTS_FILE} in it{hint}')}")
     settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"{where}: {CONFIG_FILE}")
     kind, no_lora = settings.get("peft_type"), f"{where}: {CONFIG_FILE} describes no LoRA adapter"
     if kind != "LORA":
@@ -188,11 +200,6 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
     return settings, tensors, scales
 
 
-@cache
-def _say(note: str) -> None:
-    print(f"note: {note}", file=sys.stderr)
-
-
 def _refuse_unread(folder: Path, header: Mapping[str, Stored]) -> None:
     """Raise `UserError` for a tensor without values, and for one of a type that needs a scale, such as float8.
 
@@ -224,7 +231,7 @@ def open_adapter(folder: Path) -> StoredAdapter:
     """Read an adapter folder. Raise `UserError` if it has no valid adapter (`read_adapter`), or no plain LoRA."""
     settings, tensors, scales = read_adapter(folder)
     if not_plain := beyond_plain(settings):
-        raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(not_plain)}")
+        raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(not_plain)}; merge it with PEFT")
     # beside a module that it saves whole, PEFT may store the one that it replaces, and the saved one by a second name
     named: dict[str, Tensor] = {}
     for name in (name for name in tensors if ".original_module." not in name):

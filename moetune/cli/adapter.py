@@ -9,9 +9,8 @@ import typer
 
 from moetune.atomic import is_occupied
 from moetune.cli import options as cli
-from moetune.errors import counted
+from moetune.errors import counted, note
 from moetune.files import expanded
-from moetune.report.console import note
 
 if TYPE_CHECKING:
     from moetune.exporting.adapter import AdapterWritten

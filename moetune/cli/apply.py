@@ -5,8 +5,9 @@ from typing import Annotated
 
 from moetune.atomic import is_occupied
 from moetune.cli import options as cli
+from moetune.errors import note
 from moetune.files import expanded
-from moetune.report.console import note, terminal
+from moetune.report.console import terminal
 
 
 def apply(

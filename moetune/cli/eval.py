@@ -4,8 +4,7 @@ from typing import Annotated
 
 from moetune.cli import options as cli
 from moetune.config.load import refuse_missing
-from moetune.errors import UserError
-from moetune.report.console import note
+from moetune.errors import UserError, note
 
 
 def eval_(

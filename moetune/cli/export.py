@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moetune.atomic import is_occupied
 from moetune.cli import options as cli
-from moetune.errors import UserError, counted
+from moetune.errors import UserError, counted, note
 from moetune.files import expanded
-from moetune.report.console import note
 
 if TYPE_CHECKING:
     from moetune.exporting.writers.rounded import Survival

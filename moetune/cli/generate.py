@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from moetune.cli import options as cli
-from moetune.errors import UserError
-from moetune.report.console import note
+from moetune.errors import UserError, note
 
 
 def temperature_in_range(value: float) -> float:

@@ -16,9 +16,9 @@ import typer
 from moetune.config.fields import LARGEST
 from moetune.config.load import load_run_config
 from moetune.config.schema import DataConfig, HardwareConfig, QuantizedDtype, RunConfig
-from moetune.errors import UserError, counted, shown, suggest
+from moetune.errors import UserError, counted, note, shown, suggest
 from moetune.files import expanded, names_in, refuse_taken
-from moetune.report.console import note, terminal
+from moetune.report.console import terminal
 
 if TYPE_CHECKING:
     from moetune.inference.opened import Opened
@@ -296,7 +296,7 @@ def found_model(model: str, base: Any, device: DeviceType | None = None) -> Open
     with heavy_imports():
         from moetune.inference.opened import find
     opened = find(model, base=base, device=device)
-    note(*opened.notes)
+    note(*opened.notes, *filter(None, [opened.resolved.lost_bits]))
     return opened
 
 

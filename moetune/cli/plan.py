@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetune.cli import options as cli
-from moetune.errors import UserError, one_line, shown
-from moetune.report.console import note, terminal
+from moetune.errors import UserError, note, one_line, shown
+from moetune.report.console import terminal
 from moetune.report.view import View
 
 if TYPE_CHECKING:

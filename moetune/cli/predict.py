@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from moetune.cli import options as cli
-from moetune.errors import UserError
-from moetune.report.console import note
+from moetune.errors import UserError, note
 
 
 def predict(

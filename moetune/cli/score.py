@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from moetune.cli import options as cli
 from moetune.config.load import load_run_config, read_run_config, refuse_missing
-from moetune.errors import UserError
+from moetune.errors import UserError, note
 from moetune.report.view import Table, ViewSection
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def score(
         return
     with on_ranks(config.parallel, "nothing was written; run it again") as ranks:
         run = resolve(to_score(config), this_device())
+        if ranks.is_first:
+            note(*filter(None, [run.model.lost_bits]))
         if ranks.is_single and run.structure.moe_layers:
             sources = len(data or names_of(config))
             rough = surely_below(run.structure, config.train.micro_batch * config.train.sequence_length)

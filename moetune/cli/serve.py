@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from moetune.cli.options import Json, Opens, answer, choice, flag, heavy_imports, known_gpu, number, option, target
-from moetune.report.console import note
+from moetune.errors import note
 
 
 def serve(

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from moetune.errors import UserError
+from moetune.errors import UserError, note
 from moetune.inference.evaluate import mean_loss, rows_of
 from moetune.inference.opened import Opened, open_model
-from moetune.report.console import note
 from moetune.training.data.load import load_data, pad_token_id
 from moetune.training.step.batch import Row
 

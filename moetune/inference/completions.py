@@ -57,9 +57,10 @@ def complete(
 ) -> Completions:
     """Generate text for each record of a file, and write the records with it to a JSONL file.
 
-    A record has a `prompt` or `text` to continue, or `messages`, a chat that the model answers; an answer at the end of
-    the chat is not shown to the model. The output has the records with all their keys, and the generated text under
-    `generated`. A call with the same arguments continues one that was interrupted.
+    A record has a `prompt` or `text` to continue, or `messages`, a chat that the model answers (a `prompt` may be one
+    too, as for TRL); an answer at the end of the chat is not shown to the model. The output has the records with all
+    their keys, and the generated text under `generated`. A call with the same arguments continues one that was
+    interrupted.
 
     Args:
         opened: an opened model; or what `open_model` opens.
@@ -161,7 +162,9 @@ def _token_ids(opened: Opened, where: str, record: dict[str, Any]) -> list[int]:
 
 def _prompt(record: dict[str, Any]) -> str | list[Message]:
     """Return a record's prompt: text, or messages without an answer at the end; `MalformedError` if it has none."""
-    keys = [key for key in ("prompt", "text", "messages") if key in record]
+    keys = [key for key in ("prompt", "text", "messages") if record.get(key) is not None]
+    if keys == ["prompt"] and isinstance(record["prompt"], list):  # of messages, as for TRL
+        record, keys = {**record, "messages": record["prompt"]}, ["messages"]
     if len(keys) != 1:
         given = ", ".join(map(shown, record)) or "none"
         raise MalformedError(f"has the keys {given}; give it one of prompt, text and messages")

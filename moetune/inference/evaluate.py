@@ -1,7 +1,6 @@
 """`moetune eval`: held-out loss and perplexity of a run, an adapter or a checkpoint."""
 
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -13,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets, path_and_split
-from moetune.errors import UserError
+from moetune.errors import UserError, note
 from moetune.files import expanded
 from moetune.inference.opened import Opened, open_model
 from moetune.json_files import Answer
@@ -149,11 +148,18 @@ def rows_of(
         settings = settings.but(train=data, split=None, eval=None, validation=None)
     elif given is None or not given.evaluates:
         raise UserError(f"{opened.name!r} has no held-out data of its own; name some with --data")
-    read = load_data(settings, opened.tokenizer, train)
+    try:
+        read = load_data(settings, opened.tokenizer, train)
+    except UserError as error:
+        of_run_files = ", or set data.too_long: drop or truncate"
+        message = str(error).replace("train.sequence_length", "--sequence-length").replace(of_run_files, "")
+        raise UserError(message) from None
     rows, counts = (read.eval, read.eval_counts) if data is None else (read.train, read.counts)
-    for note in counts.unread if counts is not None else ():
-        print(f"note: {note}", file=sys.stderr)
     assert rows is not None
+    assert counts is not None
+    note(*counts.unread)
+    if counts.dropped or counts.cut:
+        note(f"{counts.dropped:,} records were left out and {counts.cut:,} cut, as data.too_long of the run says")
     refuse_unknown_tokens(opened.settings, opened.name, pad_token_id(opened.tokenizer), rows)
     return rows, data or "what the run held out"
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +13,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, StopStringCriteria, TextStreamer
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
-from moetune.errors import UserError, reading
+from moetune.errors import UserError, note, reading
 from moetune.inference.opened import Opened, open_model
 from moetune.json_files import first_problem
-from moetune.report.console import note
+from moetune.training.data.chats.chat_template import ChatTemplate
 from moetune.training.data.chats.stop_tokens import stop_ids
-from moetune.training.data.chats.thinking import placed
-from moetune.training.data.chats.tool_calls import fitted
 from moetune.training.data.encoder import begun, bos_of
 from moetune.training.data.load import pad_token_id
 
@@ -30,6 +28,7 @@ _OTHERS = re.compile(
     "return_|assistant_|num_assistant_|target_lookbehind$|.*compile"
 )
 """Settings of `generation_config.json` that options of the commands stand for, or that change no text."""
+_say = cache(note)
 Message = dict[str, Any]
 """A chat message: `role` and `content`."""
 
@@ -44,6 +43,8 @@ def generate(
     stream: bool = False,
 ) -> str:
     """Generate text that continues a prompt, and return it without the prompt and without special tokens.
+
+    A thought that special tokens part from the answer, as gpt-oss's channels do, is put in <think> tags before it.
 
     Args:
         opened: an opened model; or what `open_model` opens.
@@ -80,9 +81,7 @@ def token_ids(opened: Opened, prompt: str | list[Message]) -> list[int]:
             "data.chat_template"
         )
     else:
-        render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        messages = fitted(placed(prompt, tokenizer.get_chat_template()), render)
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer(ChatTemplate(tokenizer).prompt(prompt), add_special_tokens=False)["input_ids"]
     if not ids:
         raise UserError("the prompt is empty: it has no tokens")
     text_config = opened.settings.get_text_config()
@@ -137,19 +136,56 @@ def continued(
             raise UserError(f"{opened.name!r} computes NaN: its weights are damaged")
         return logits
 
+    most = new_tokens(opened.settings, length, max_new_tokens)
+    ends = stop_ids(tokenizer, opened.settings, model.generation_config)
     written = written_after(
         model,
         ids,
         is_token,
-        new_tokens(opened.settings, length, max_new_tokens),
+        most,
         temperature,
-        ends=stop_ids(tokenizer, opened.settings, model.generation_config),
+        ends=ends,
         pad=pad,
         logits_processor=[numbers],
         tokenizer=tokenizer,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
+        streamer=_Stream(tokenizer, ends) if stream else None,
     )
-    return list(tokenizer.batch_decode(written[:, length:], skip_special_tokens=True))
+    if stream and written.shape[1] == length + most and int(written[0, -1]) not in ends:
+        note(f"the text ends after {most} tokens (--max-new-tokens), and the model would go on")
+    return [_text(opened.name, tokenizer, row) for row in written[:, length:].tolist()]
+
+
+class _Stream(TextStreamer):
+    """Prints what a model writes, with special tokens, up to the one of `ends` that ends it."""
+
+    def __init__(self, tokenizer: Any, ends: list[int]) -> None:
+        super().__init__(tokenizer, skip_prompt=True)
+        self._ends = ends
+
+    def put(self, value: Tensor) -> None:
+        if self.next_tokens_are_prompt or int(value) not in self._ends:
+            super().put(value)
+
+
+def _text(name: str, tokenizer: Any, ids: list[int]) -> str:
+    """Return generated tokens as text without special tokens.
+
+    Where these part a thought from an answer, the thought is in <think> tags, as in data for training. Others within
+    the text are named in a note.
+    """
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    while ids and ids[-1] in special:
+        ids = ids[:-1]
+    plain: str = tokenizer.decode(ids, skip_special_tokens=True)
+    if not (within := {special[number]: None for number in ids if number in special}):
+        return plain
+
+    if tokenizer.chat_template:
+        apart = ChatTemplate(tokenizer).told_apart(tokenizer.decode(ids), within)
+        if apart is not None:
+            return apart
+    _say(f"special tokens within a text of {name!r} are left out of it: {', '.join(within)}")
+    return plain
 
 
 def new_tokens(settings: PretrainedConfig, prompt: int, most: int) -> int:
@@ -235,11 +271,6 @@ def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
         raise UserError(f"generation_config.json of {name!r}: {first_problem(error)}") from None
     given = {} if settings is None else settings.to_dict()
     unread = [key for key, value in given.items() if value not in _NEUTRAL and not _OTHERS.match(key)]
-    _say_unread(name, ", ".join(key for key in unread if key not in _Sampling.model_fields))
+    if keys := ", ".join(key for key in unread if key not in _Sampling.model_fields):
+        _say(f"generation_config.json of {name!r}: {keys}: not applied")
     return GenerationConfig(**{key: value for key, value in valid.model_dump().items() if value not in (None, [], "")})
-
-
-@cache
-def _say_unread(name: str, keys: str) -> None:
-    if keys:
-        note(f"generation_config.json of {name!r}: {keys}: not applied")

@@ -10,11 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moetune.adapt.count import count
-from moetune.errors import counted
+from moetune.errors import counted, note
 from moetune.exporting.finished_run import read_own_config, refuse_changed_model
 from moetune.json_files import read_json
 from moetune.report.charts import COLOURS, Chart
-from moetune.report.console import note
 from moetune.report.run import drift_chart, drift_section, heatmaps, memory_table, trainable_table
 from moetune.report.view import View, ViewSection
 from moetune.run.dtypes import this_device

@@ -1,4 +1,4 @@
-"""Notes on stderr (`note: …`); streams that escape control characters in data."""
+"""Streams that escape control characters in data."""
 
 import logging
 import os
@@ -60,12 +60,6 @@ class _Stdout(_Stream):
 def _on_stderr(text: str) -> str:
     """Escape control characters except those with which progress bars move the cursor back."""
     return text if text.isprintable() else "".join(p if _BARS.fullmatch(p) else printable(p) for p in _BARS.split(text))
-
-
-def note(*texts: str) -> None:
-    """Print a line that begins with `note: ` on stderr for each of the texts, with control characters escaped."""
-    for text in texts:
-        print(f"note: {printable(text)}", file=sys.stderr)
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:

@@ -1,7 +1,6 @@
 """Data sets of `moetune score` and `drift`: tokenized rows in a seeded random order."""
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,7 +9,7 @@ import datasets
 import numpy as np
 
 from moetune.config.schema import DataConfig, RunConfig, data_sets
-from moetune.errors import collected, raise_problems
+from moetune.errors import collected, note, raise_problems
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
 
@@ -66,8 +65,7 @@ def read_sources(
                 rows, counts = read.train, read.counts
             assert rows is not None
             assert counts is not None
-            for note in counts.unread:
-                print(f"note: {note}", file=sys.stderr)
+            note(*counts.unread)
             sources.append(some_of(name, rows, config, tokens))
     raise_problems(problems)
     padding = pad_token_id(tokenizer)

@@ -66,6 +66,16 @@ class ResolvedModel:
         return DTYPES[self.config.dtype]
 
     @property
+    def lost_bits(self) -> str | None:
+        """A sentence for the user if the values of the checkpoint lose bits in the dtype of compute."""
+        if (self.source.config.dtype, self.dtype) != (torch.float16, torch.bfloat16):
+            return None
+        return (
+            "the checkpoint is in float16 and computed in bfloat16, so what is not quantized is rounded to 8 bits from "
+            "11; model.dtype: fp16 in a run file does not"
+        )
+
+    @property
     def gate_up_apart(self) -> bool:
         """Whether each expert's gate and up projections stay quantized separately, as in the published checkpoint."""
         return self.source.quantization.keeps_gate_up_apart(self.config)

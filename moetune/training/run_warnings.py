@@ -83,12 +83,8 @@ class RunWarnings:
                 "model reads their weights without calling them, or no gradient reaches them",
             )
         model = self.adapted.run.model
-        if (model.source.config.dtype, model.dtype) == (torch.float16, torch.bfloat16):
-            self.say(
-                "published in float16",
-                "the checkpoint is in float16 and computed in bfloat16, so what is not quantized is rounded to 8 bits "
-                "from 11; model.dtype: fp16 does not",
-            )
+        if model.lost_bits is not None:
+            self.say("published in float16", model.lost_bits)
         settings = model.settings.get_text_config()
         if getattr(settings, "output_router_logits", False) and self.adapted.run.config.train.router_aux_loss == 0:
             self.say(

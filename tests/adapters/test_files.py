@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moetune.adapters.files import open_adapter
+from moetune.adapters.files import open_adapter, read_adapter
 from moetune.errors import UserError
 
 NAME = "base_model.model.q_proj.lora_A.weight"
@@ -50,7 +50,7 @@ def test_tensors_that_are_not_read(tensor: Tensor, said: str, tmp_path: Path) ->
         ({"use_rslora": "false"}, "use_rslora: 'false': Input should be a valid boolean"),
         *(({"peft_type": kind}, f"peft_type is '{kind}', not LORA") for kind in ("VERA", "IA3", "ADALORA")),
         *(
-            ({key: value}, f"not plain LoRA: {key}: ")
+            ({key: value}, f"not plain LoRA: {key}: .*merge it with PEFT")
             for key, value in {
                 "use_dora": True, "lora_bias": True, "use_qalora": True, "arrow_config": {"top_k": 2}, "bias": "all",
                 "fan_in_fan_out": True, "init_lora_weights": "olora", "trainable_token_indices": [1],
@@ -125,3 +125,19 @@ def test_weights_beside_an_adapter_and_factors_that_change_nothing_are_said(
     (tmp_path / "zero").mkdir()
     open_adapter(write(tmp_path / "zero", {NAME.replace("_A", "_B"): torch.zeros(4, 2)}))
     assert "factors A and B is zero everywhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    {
+        "adapter_model.bin": r"adapter_model\.bin is a pickle.*; save it as safetensors",
+        "adapter_0.pt": r"adapter_0\.pt is a pickle.*FullModelHFCheckpointer",
+        "adapter_model-00001-of-00002.safetensors": "of several shards.*save_file",
+        "adapters.safetensors": r"mlx-lm's.*lora_alpha \(rank · scale\)",
+        "Lora-F16-LoRA.gguf": "llama.cpp.*converted from",
+    }.items(),
+)
+def test_files_of_other_programs_are_named(name: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UserError, match=remedy):
+        read_adapter(tmp_path)

@@ -242,7 +242,3 @@ def test_what_is_refused_names_the_remedy(tmp_path: Path) -> None:
     convert_adapter(str(base), tmp_path / "grouped", "vllm", tmp_path / "out", layout="unsloth-grouped")
     with pytest.raises(UserError, match="holds what is being converted"):
         convert_adapter(str(base), tmp_path / "grouped", "vllm", base, layout="unsloth-grouped", overwrite=True)
-    (tmp_path / "pickled").mkdir()
-    (tmp_path / "pickled" / "adapter_model.bin").write_bytes(b"pickle")
-    with pytest.raises(UserError, match="save it as safetensors"):
-        check_adapter(str(base), tmp_path / "pickled")

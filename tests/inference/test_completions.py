@@ -20,6 +20,7 @@ RECORDS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "the router"}]},
     {"text": "experts"},
     {"messages": [{"role": "user", "content": "how many?"}], "system": "Be brief."},
+    {"prompt": [{"role": "user", "content": "who?"}], "messages": None},  # as a table of TRL's has it
 ]
 
 
@@ -40,10 +41,11 @@ def test_a_batch_gives_the_texts_of_single_prompts(opened: Opened, tmp_path: Pat
         for prompt in (
             RECORDS[0]["prompt"], RECORDS[1]["prompt"], [{"role": "user", "content": "who?"}], RECORDS[3]["text"],
             [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "how many?"}],
+            [{"role": "user", "content": "who?"}],
         )
     ]  # fmt: skip
     assert read(out) == [record | {"generated": text} for record, text in zip(RECORDS, single, strict=True)]
-    assert (done.records, done.texts) == (5, 5)
+    assert (done.records, done.texts) == (6, 6)
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
@@ -51,7 +53,7 @@ def test_a_batch_gives_the_texts_of_single_prompts(opened: Opened, tmp_path: Pat
 def test_an_interrupted_call_is_continued(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
 ) -> None:
-    data = small.write_data(tmp_path / "prompts.jsonl", RECORDS)
+    data = small.write_data(tmp_path / "prompts.jsonl", RECORDS[:5])
     how: dict[str, Any] = {"batch": 2, "samples": 2, "max_new_tokens": 4, "temperature": 1.5, "seed": 3}
     complete(opened, str(data), tmp_path / "whole.jsonl", **how)
 

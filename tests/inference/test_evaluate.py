@@ -1,7 +1,9 @@
 """A run, its exports and its base in use: the same number and the same text from each."""
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.inference.evaluate import Evaluation, _is_held_out, evaluate
+from moetune.inference.evaluate import Evaluation, _is_held_out, evaluate, rows_of
 from moetune.inference.generate import generate
-from moetune.inference.opened import open_model
+from moetune.inference.opened import find, open_model
 from tests import small
 from tests.resolved import train
 
@@ -107,6 +109,44 @@ def test_a_base_can_stay_packed(small_model: Path, small_data: Path) -> None:
     assert packed.kind == "packed"
     assert packed.tokens == plain.tokens
     assert 0 < abs(packed.loss / plain.loss - 1) < 0.05
+
+
+def test_records_that_are_too_long(
+    run: Callable[..., Path],
+    small_model: Path,
+    tmp_path: Path,
+    moetune: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The remedy is the command's own option; what a run's settings leave out or cut is said."""
+    data = small.write_data(tmp_path / "long.jsonl", [{"prompt": "a router " * 40, "completion": "b"}, *small.DATA])
+    ended = moetune("eval", small_model, "--data", data, "--sequence-length", "32")
+    assert ended.code == 2
+    assert "raise --sequence-length to" in ended.err
+    assert not any(key in ended.err for key in ("train.", "data.")), ended.err
+    capsys.readouterr()
+    opened = find(str(run("lora", "nf4")), device="cpu")
+    assert opened.config is not None
+    drops = replace(opened, config=opened.config.but(data={"too_long": "drop"}))
+    dropped = 1 + len(small.DATA) - len(rows_of(drops, str(data), sequence_length=32)[0])
+    assert dropped > 0
+    assert f"{dropped} records were left out and 0 cut" in capsys.readouterr().err
+
+
+def test_a_checkpoint_in_float16_that_is_computed_in_bfloat16(
+    small_model: Path, small_data: Path, tmp_path: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(small_model, tmp_path / "half")
+    file = tmp_path / "half" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float16"}))
+    scored = ("score", tmp_path / "half", "--data", small_data, "--out", tmp_path / "scores.json")
+    evaluated = ("eval", tmp_path / "half", "--data", small_data)
+    assert not any("float16" in moetune(*command).err for command in (scored, evaluated))  # computed in float32
+    for module in ("inference.opened", "run.resolve"):
+        monkeypatch.setattr(f"moetune.{module}.dtype_on", lambda _: "bf16")  # as on a GPU
+    for command in ((*scored, "--overwrite"), evaluated):
+        ended = moetune(*command)
+        assert (ended.code, ended.err.count("is in float16 and computed in bfloat16")) == (0, 1), ended.err
 
 
 def test_the_commands(run: Callable[..., Path], moetune: Callable[..., Any], tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from moetune.inference import generate
 from moetune.inference.completions import _batches
 from moetune.inference.memory import predict_generate
 from moetune.inference.opened import Opened, find, open_model
+from moetune.training.data.chats import chat_template
 from tests import toys
+from tests.chat_templates import NAMES, of_trl, tokenizer_with
 from tests.reference import build_toy
 
 WITH_ATTENTION: dict[str, dict[str, Any]] = {
@@ -33,9 +37,10 @@ class Tokenizer:
 
     eos_token_id = eos_token = chat_template = None
     pad_token_id = 0
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
 
-    def batch_decode(self, rows: torch.Tensor, skip_special_tokens: bool) -> list[str]:
-        return [str(row.tolist()) for row in rows]
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return str(ids)
 
 
 class OpenedToy(Opened):
@@ -129,3 +134,73 @@ def test_generation_ends_at_the_tokens_of_generation_config_too(small_model: Pat
         text = generate.generate(opened, "a router", max_new_tokens=9)
         assert whole.startswith(text)
         assert len(text) < len(whole)
+
+
+TEMPLATES = [name for name in NAMES if "training" not in name and name not in ("idefics3", "llava_next", "smolvlm")]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.one_in(7)
+def test_thoughts_that_special_tokens_part_from_answers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the template writes the last turn, the text has both; the next turn's prompt is what the template makes of
+    them. What it does not write so is said."""
+    tokenizer = tokenizer_with(of_trl(name))
+    asked = [{"role": "user", "content": "hi?"}]
+    answer = {"role": "assistant", "content": "It is <b>.", "reasoning_content": "Hm.\nSo", "thinking": "Hm.\nSo"}
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    before, after = render(asked, add_generation_prompt=True), render([*asked, answer]).rstrip().removesuffix("</s>")
+    if not after.startswith(before):
+        pytest.skip("the turn does not begin as the generation prompt does: <think> stands there")
+    ids = tokenizer(after[len(before) :].rstrip(), add_special_tokens=False)["input_ids"]
+    text = generate._text(name, tokenizer, ids)
+    has_thought = "Hm." in after
+    assert text == ("<think>\nHm.\nSo\n</think>\n\n" if has_thought else "") + "It is <b>."
+    assert not capsys.readouterr().err
+    settings = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=2000))
+    opened = SimpleNamespace(tokenizer=tokenizer, settings=settings, name=name)
+    written = [*asked, {"role": "assistant", "content": text}, *asked]
+    chat = [*asked, answer if has_thought else {"role": "assistant", "content": text}, *asked]
+    spelled = tokenizer.decode(generate.token_ids(opened, written))  # type: ignore[arg-type]
+    assert spelled == render(chat, add_generation_prompt=True)
+
+    assert generate._text(name, tokenizer, [*ids[:3], tokenizer.bos_token_id, *ids]) != text
+    assert f"special tokens within a text of '{name}' are left out of it: " in capsys.readouterr().err
+
+
+def test_a_thought_that_was_cut_is_closed() -> None:
+    tokenizer = tokenizer_with(of_trl("gptoss"))
+    ids = tokenizer("<|channel|>analysis<|message|>Hm", add_special_tokens=False)["input_ids"]
+    assert generate._text("gptoss", tokenizer, ids) == "<think>\nHm\n</think>\n\n"
+
+
+def test_a_text_that_is_cut_is_said_while_it_is_printed(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(small_model, tmp_path, dirs_exist_ok=True)
+    opened = open_model(str(tmp_path), device="cpu")
+    text = generate.generate(opened, PROMPT, max_new_tokens=5, stream=True)
+    printed = capsys.readouterr()
+    assert printed.out.rstrip("\n") == text
+    assert "ends after 5 tokens (--max-new-tokens)" in printed.err
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(2048)]}))
+    generate.generate(open_model(str(tmp_path), device="cpu"), PROMPT, max_new_tokens=5, stream=True)
+    printed = capsys.readouterr()
+    assert printed.out.rstrip("\n") == printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (of_trl("gemma"), "refuses it: System role not supported"),
+        ("{{ foo.bar }}", "refuses it: 'foo' is undefined"),
+        ("{{ messages[0]['content'] }}", "leaves out 'hi' in content of message 2"),
+        (of_trl("llava_next"), "refuses it"),
+        ("{% for i in range(9999) %}{% for i in range(9999) %}{% endfor %}{% endfor %}", "chat template"),
+    ],
+)
+def test_what_a_template_refuses_or_leaves_out(template: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for data: no traceback, no endless template, and no question without its text."""
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.5)
+    opened: Any = SimpleNamespace(tokenizer=tokenizer_with(template), name="x")
+    with pytest.raises(UserError, match=message):
+        generate.token_ids(opened, [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}])

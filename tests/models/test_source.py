@@ -8,6 +8,7 @@ import torch
 
 from moetune.adapt.count import count
 from moetune.errors import UserError
+from moetune.files import LFS_POINTER
 from moetune.models.source import find_model_source
 from tests.toys import toy_config
 
@@ -89,6 +90,7 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
     ("config", "message"),
     [
         ("{not json", "config.json cannot be read"),
+        (LFS_POINTER.decode() + "\noid sha256:aa\nsize 9\n", "is a pointer of Git LFS; .*git lfs pull"),
         ([1], "should be an object"),
         ({"hidden_size": 4}, "has no model_type"),
         ({"model_type": "mixtrall"}, "'mixtrall'.*never run.*Did you mean 'mixtral'"),

@@ -10,7 +10,8 @@ import yaml
 from rich.table import Table
 
 import moetune as package
-from moetune.report.console import note, terminal
+from moetune.errors import note
+from moetune.report.console import terminal
 from tests import small
 
 NAME = "x[/]y [bold red]z[/bold red] :key:"

@@ -250,6 +250,11 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
             raise MalformedError(f"weight of {where} is 1, and the {role}'s messages do not train; leave it out")
         if flags := [key for key in _TRAINS if key in message]:
             raise MalformedError(f"{where} says by {flags[0]!r} whether it trains; write weight, 0 or 1")
+        if message.get("channel") in ("analysis", "commentary"):
+            raise MalformedError(
+                f"{where} is in gpt-oss's channel {message['channel']}, and would be an answer: write its text as "
+                "thinking of the answer that follows, and calls as tool_calls"
+            )
         calls = _calls_of(message, where)
         fields = {key: of_key for key, of_key in message.items() if key not in ("tool_calls", "function_call")}
         fields |= _beside_text(message.get("content"), where)

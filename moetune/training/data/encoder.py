@@ -81,6 +81,8 @@ class Encoder:
         self.undeclared: list[str] = []
         self._template: ChatTemplate | None = None
         if format in ("chat", "sharegpt") or (format == "alpaca" and tokenizer.chat_template):
+            if not tokenizer.is_fast:
+                raise UserError("chat data needs a tokenizer with offsets (a tokenizer.json file); this one has none")
             self._template = ChatTemplate(tokenizer)
             return
         if tokenizer.eos_token_id is None:

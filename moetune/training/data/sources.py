@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path, PurePath
-from sys import stderr
 from typing import Any
 
 import datasets
@@ -26,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetune.config.schema import path_and_split
-from moetune.errors import UserError, one_line, reading, suggest
+from moetune.errors import UserError, note, one_line, reading, suggest
 from moetune.files import expanded, names_in
 from moetune.json_files import read_json
 from moetune.models.hub.reach import UNREACHABLE, hub_is_reachable
@@ -58,11 +57,7 @@ class _DatasetDict:
     splits: list[str]
 
 
-def _print(note: str) -> None:
-    print(f"note: {note}", file=stderr)
-
-
-def open_sources(spec: str, *, held_out: bool = False, note: Note = _print) -> list[Source]:
+def open_sources(spec: str, *, held_out: bool = False, note: Note = note) -> list[Source]:
     """Open what a spec names: a file, a folder, a data set of the catalog, or one on the hub, tried in this order.
 
     Args:

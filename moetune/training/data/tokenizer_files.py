@@ -8,7 +8,6 @@ without a word, which splits text by another pattern, because a vocabulary such 
 
 import importlib.util
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from moetune.errors import UserError
+from moetune.errors import UserError, note
 from moetune.files import refuse_pointer
 from moetune.json_files import read_json
 
@@ -55,6 +54,17 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
     if whole is not None:
         refuse_pointer(whole)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=on_disk)
+        if dropout := getattr(tokenizer.backend_tokenizer.model, "dropout", None):
+            raise UserError(
+                f"tokenizer.json in {folder!r} has model.dropout: {dropout:g}, by which a text has other tokens each "
+                "time; set it to null"
+            )
+        says, begins = configs[0].get("add_bos_token"), [*tokenizer("a")["input_ids"][:1]] == [tokenizer.bos_token_id]
+        if says not in (None, begins) and tokenizer.bos_token is not None:
+            note(
+                f"{folder}: texts begin {'with' if begins else 'without'} {tokenizer.bos_token} by tokenizer.json; "
+                f"add_bos_token: {says} of tokenizer_config.json is not read, by transformers 5 neither"
+            )
     else:
         _refuse_vocabulary(f"the tokenizer in {folder!r}", code, find)
         tokenizer = _made(folder, on_disk, find)
@@ -87,7 +97,7 @@ def _compare(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], folde
     written, template = settings.get("chat_template"), tokenizer.chat_template
     if isinstance(written, str) and isinstance(template, str) and written.strip() != template.strip():
         text = "the chat template is that of chat_template.jinja; tokenizer_config.json has another, which is not read"
-        print(f"note: {folder}: {text}", file=sys.stderr)
+        note(f"{folder}: {text}")
 
 
 def template_in(file: Path) -> str:

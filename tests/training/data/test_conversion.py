@@ -148,6 +148,10 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ({"prompt": "hi", "completion": "yes", "system": "s"}, "system beside prompt and completion would be lost"),
         ({"messages": [USER, {**ASSISTANT, "mask": True}]}, "message 2 says by 'mask'"),
         (
+            {"messages": [USER, {**ASSISTANT, "channel": "analysis"}, {**ASSISTANT, "channel": "final"}]},
+            "channel analysis, and would be an answer: write its text as thinking",
+        ),
+        (
             {"messages": "[{'role': 'user', 'content': 'hi'}]"},
             "messages is text and not valid JSON, \"[{'role': 'user'",
         ),

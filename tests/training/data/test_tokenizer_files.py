@@ -146,6 +146,27 @@ def test_settings_that_other_files_overrule_are_named(
     )
 
 
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("says", [True, False, None])
+def test_add_bos_token_is_said_where_tokenizer_json_does_otherwise(
+    own: bytes, begins: bool, says: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers 5 takes it out of the settings before it makes the tokenizer; 4 followed it."""
+    whole = own if begins else json.dumps(json.loads(own) | {"post_processor": None}).encode()
+    folder = write(tmp_path, files={"tokenizer.json": whole}, bos_token="<s>", add_bos_token=says)
+    assert (tokenizer_of("model", folder)(TEXT).input_ids[0] == 1) is begins
+    beginning = f"texts begin {'with' if begins else 'without'} <s> by tokenizer.json; add_bos_token: {says}"
+    assert (beginning in capsys.readouterr().err) is (says not in (None, begins))
+
+
+def test_a_tokenizer_that_draws_tokens_is_refused(own: bytes, tmp_path: Path) -> None:
+    """The same data would be other data when a run is resumed."""
+    drawn = json.loads(own)
+    drawn["model"]["dropout"] = 0.1
+    with pytest.raises(UserError, match=r"model\.dropout: 0\.1, by which a text has other tokens.*to null"):
+        tokenizer_of("model", write(tmp_path, files={"tokenizer.json": json.dumps(drawn).encode()}))
+
+
 @pytest.mark.parametrize("value", [None, 7, "", [], [7], [[]], {}, {"AutoTokenizer": {}}, {"AutoTokenizer": [None, 7]}])
 @pytest.mark.parametrize("key", ["auto_map", "tokenizer_class"])
 def test_odd_settings_are_read_or_refused(own: bytes, key: str, value: Any, tmp_path: Path) -> None:

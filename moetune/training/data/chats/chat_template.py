@@ -82,8 +82,7 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Raises:
-        UserError: the tokenizer has no usable chat template, or is not a fast one: only these return the character
-            offsets by which tokens are assigned to the assistant.
+        UserError: the tokenizer has no usable chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -93,8 +92,6 @@ class ChatTemplate:
                 "name a file or a model with one in data.chat_template, or give the data as text or prompt and "
                 "completion"
             )
-        if not tokenizer.is_fast:
-            raise UserError("chat data needs a tokenizer with offsets (a tokenizer.json file); this one has none")
         try:
             template = tokenizer.get_chat_template()
         except ValueError as error:  # several named templates, and none is the default
@@ -115,7 +112,7 @@ class ChatTemplate:
             MalformedError: the template raises an error, leaves out part of the chat, or exceeds 10 s or 1 GiB when it
                 is run once.
         """
-        try:
+        with _refusing():
             messages = placed(messages, self._template)
             self._thinking.refuse_broken(messages)
             messages = fitted(messages, lambda chat: self._render(chat, tools)[0])
@@ -144,14 +141,30 @@ class ChatTemplate:
                     texts.append(spanned)
                     ends += tokens
                     settings += new_settings
-        except UserError as error:
-            raise MalformedError(str(error)) from None
-        except Exception as error:  # template code can raise any exception
-            raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
         for text, _ in texts:
             checked_text(text, "rendered chat")
         marking: Marking = "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
         return Written(texts, marking, ends, settings)
+
+    def prompt(self, messages: Messages) -> str:
+        """Return a chat with the generation prompt after it.
+
+        Raises `MalformedError` as `write` does, but only if the template leaves out what others than the assistant say.
+        """
+        with _refusing():
+            messages = fitted(placed(messages, self._template), lambda chat: self._render(chat, None, prompt=True)[0])
+            text, _ = self._render(messages, None, prompt=True)
+            copies, texts = marked(messages)
+            written = tried(lambda chat: self._render(chat, None, prompt=True)[0], copies)
+            kept = range(len(texts)) if written is None else Layout.of(text, written, texts).kept
+            for number, given in enumerate(texts):
+                if number not in kept and given.key == "content" and messages[given.message]["role"] != "assistant":
+                    raise _left_out(f"{given.value[:40]!r} in content of message {given.message + 1}, or a part of it")
+        return text
+
+    def told_apart(self, text: str, control: Collection[str]) -> str | None:
+        """Return `Thinking.told_apart` of what a model wrote after `prompt`."""
+        return self._thinking.told_apart(text, control)
 
     def unread_keys(self, messages: Messages) -> set[str]:
         """Return the keys of messages that the template does not read, and that no message needs."""
@@ -337,6 +350,17 @@ def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[in
             "of the assistant"
         )
     return [span for span, weight in zip(spans, weights, strict=True) if weight]
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn every error of the `with` block into a `MalformedError`: template code can raise any exception."""
+    try:
+        yield
+    except UserError as error:
+        raise MalformedError(str(error)) from None
+    except Exception as error:
+        raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
 
 
 @contextmanager

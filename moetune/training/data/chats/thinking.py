@@ -1,6 +1,7 @@
 """Thoughts of the assistant: put where the template writes them, and none trained that nobody wrote."""
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ from moetune.training.data.chats.template_arguments import given, reads
 from moetune.training.data.values import MalformedError
 
 _OPEN, _CLOSE = "<think>", "</think>"
-
+_THOUGHT, _ANSWER = "qx0bxq", "qx1bxq"  # texts that no template has
 
 Render = Callable[..., str]
 """Returns a chat as a chat template writes it: of messages and tools, with `prompt`, and arguments of the template."""
@@ -72,6 +73,31 @@ class Thinking:
         if not usual or not before.endswith(usual) or not after.startswith(before[:low]):
             return None
         return next((low + len(prompt) for prompt in self._prompts if after.startswith(prompt, low)), None)
+
+    def told_apart(self, text: str, control: Collection[str]) -> str | None:
+        """Return what a model wrote after a generation prompt as an answer, behind its thought in <think> tags if there
+        is one; None if the template does not write the assistant's last turn so, or `control` tokens are left in it.
+
+        Some templates part them by control tokens, such as `<|channel|>analysis<|message|>`; a thought that was cut is
+        closed.
+        """
+        asked: Messages = [{"role": "user", "content": "?"}]
+        keys = [key for key in REASONING if key in reads(self._template).words][:1]
+        text = text.strip()
+        for thought in (*({key: _THOUGHT} for key in keys), {}):
+            with suppress(Exception):
+                before = self._render(asked, None, prompt=True)
+                answer = {"role": "assistant", "content": _ANSWER, **thought}
+                after = self._render([*asked, answer], None, prompt=False)
+                turn = after[self.begin(before, after) :]
+                opening, *between, _ = (part.strip() for part in re.split(f"{_THOUGHT}|{_ANSWER}", turn))
+                written = re.fullmatch("(.*?)".join(map(re.escape, (opening, *between))) + "(.*)", text, re.DOTALL)
+                if written is None and opening and thought and text.startswith(opening):
+                    written = re.fullmatch("(.*)()", text.removeprefix(opening), re.DOTALL)
+                parts = [part.strip() for part in written.groups()] if written else []
+                if len(parts) == 1 + len(thought) and not any(token in part for part in parts for token in control):
+                    return "".join(f"{_OPEN}\n{part}\n{_CLOSE}\n\n" for part in parts[:-1]) + parts[-1]
+        return None
 
     @property
     def usual(self) -> str:
