@@ -32,6 +32,7 @@ from hypothesis import HealthCheck, settings
 
 from moetune.cli import main
 from moetune.config.schema import RunConfig
+from tests.processes import start_server
 
 # torch and transformers are imported where they are used: xdist's controller, which runs no test, goes without
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it; tests send it
@@ -134,6 +135,12 @@ def what_stays() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_server_of_processes() -> None:
+    """Processes of tests are forked from what is imported before the first of them."""
+    start_server()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -30,14 +30,13 @@ EXTREMES: dict[str, dict[str, Any]] = {
 ON_A_PUSH = {("a limit of 12", "deepseek_v4"), ("every expert", "mixtral"), ("windows of 4", "gpt_oss")}
 
 
-def cases() -> list[Any]:
-    fields = {name: toy_config(name).to_dict() for name in expert_model_types()}
-    return [
-        pytest.param(extreme, name, marks=[pytest.mark.full] * ((extreme, name) not in ON_A_PUSH))
-        for extreme, values in EXTREMES.items()
-        for name in fields
-        if fields[name].keys() & values.keys()
-    ]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Types that have a field of an extreme; toys of all of them take seconds, so that only `--all` looks for them."""
+    cases = sorted(ON_A_PUSH)
+    if metafunc.config.getoption("--all"):
+        fields = {name: toy_config(name).to_dict().keys() for name in expert_model_types()}
+        cases = [(extreme, name) for extreme, values in EXTREMES.items() for name in fields if fields[name] & values]
+    metafunc.parametrize(("extreme", "model_type"), cases)
 
 
 @torch.no_grad()
@@ -53,7 +52,6 @@ def enlarge_(adapted: Adapted) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("extreme", "model_type"), cases())
 def test_logits_are_those_of_the_plain_model(extreme: str, model_type: str, tmp_path: Path) -> None:
     there = toy_config(model_type).to_dict()
     values = {name: value for name, value in EXTREMES[extreme].items() if name in there}

@@ -11,6 +11,7 @@ from tests.parallel import layouts, world
 from tests.parallel.layouts import CASES, DEEPSPEED, LAYOUTS
 from tests.parallel.test_deepspeed import with_deepspeed
 
+Alone = dict[layouts.Case, layouts.Outcome]
 ON_A_PUSH = ("ep 2",)
 """Experts divided, and all else sharded. Four ranks are below; tp, ZeRO and DeepSpeed are in test_runs.py and
 test_predict.py on a push too."""
@@ -25,20 +26,20 @@ def every_layout() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", every_layout())
-def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path, sharded: Path) -> None:
+def test_a_layout(name: str, alone: Alone, cases: list[layouts.Case], small_model: Path, sharded: Path) -> None:
     parallel = LAYOUTS[name] if name in LAYOUTS else DEEPSPEED[name] | {"deepspeed": str(sharded)}
-    ranks = layouts.config_of(parallel, CASES[0], small_model).parallel.ranks
-    found = world.run(ranks, layouts.every_case, parallel, small_model)
-    counts = [[found[rank][case].counts for rank in range(ranks)] for case in range(len(CASES))]
-    assert layouts.row(name, found, alone) in layouts.PAGE.read_text(encoding="utf-8")
-    predictions = world.run(1, layouts.every_prediction, parallel, small_model, counts)[0]
-    for number, case in enumerate(CASES):
+    ranks = layouts.config_of(parallel, cases[0], small_model).parallel.ranks
+    found = world.run(ranks, layouts.every_case, parallel, small_model, cases)
+    counts = [[found[rank][case].counts for rank in range(ranks)] for case in range(len(cases))]
+    assert cases != CASES or layouts.row(name, found, [*alone.values()]) in layouts.PAGE.read_text(encoding="utf-8")
+    predictions = world.run(1, layouts.every_prediction, parallel, small_model, cases, counts)[0]
+    for number, case in enumerate(cases):
         assert [outcome[number].refused for outcome in found] == [refusal(name, case, found[0][number])] * ranks
         if found[0][number].refused:
             continue
         for rank in range(ranks):
             one = found[rank][number]
-            assert layouts.difference(one.taken, alone[number].taken) < layouts.TOLERANCE, (name, case, rank)
+            assert layouts.difference(one.taken, alone[case].taken) < layouts.TOLERANCE, (name, case, rank)
             if rank not in predictions[number]:
                 continue
             predicted, peak = predictions[number][rank], one.found.peak
@@ -51,11 +52,11 @@ def test_a_layout(name: str, alone: list[layouts.Outcome], small_model: Path, sh
 
 
 @pytest.mark.parametrize("name", [pytest.param("fsdp 2", marks=pytest.mark.full), "ep 2 × fsdp 2"])
-def test_without_checkpointing(name: str, alone: list[layouts.Outcome], small_model: Path) -> None:
+def test_without_checkpointing(name: str, alone: Alone, small_model: Path) -> None:
     parallel, case = LAYOUTS[name], ("experts", "nf4")
     ranks = layouts.config_of(parallel, case, small_model).parallel.ranks
     for taken in world.run(ranks, layouts.few_steps, parallel, case, small_model, {"checkpointing": "none"}):
-        assert layouts.difference(taken, alone[CASES.index(case)].taken) < layouts.TOLERANCE
+        assert layouts.difference(taken, alone[case].taken) < layouts.TOLERANCE
 
 
 SEVERAL = ("fsdp 2", "zero 2", "tp 2 × ep 2", "deepspeed, zero 2")
@@ -93,9 +94,9 @@ def refusal(name: str, case: layouts.Case, outcome: layouts.Outcome) -> str:
     return ""
 
 
-def test_the_cases_clip_and_move(alone: list[layouts.Outcome], small_model: Path) -> None:
+def test_the_cases_clip_and_move(alone: Alone, small_model: Path) -> None:
     """Or they would show nothing: the norm is above the bound in one of the cases, and below in another."""
     bound = layouts.config_of({}, CASES[0], small_model).train.max_grad_norm
-    norms = [norm for outcome in alone for norm in outcome.taken.norms]
+    norms = [norm for outcome in alone.values() for norm in outcome.taken.norms]
     assert min(norms) < bound < max(norms)
-    assert len({loss for outcome in alone for loss in outcome.taken.losses}) > len(alone)
+    assert len({loss for outcome in alone.values() for loss in outcome.taken.losses}) > len(alone)

@@ -48,6 +48,7 @@ def test_every_rank_is_reported(small_model: Path) -> None:
     assert report.to_json()["collectives"]
 
 
+@pytest.mark.full
 def test_ranks_that_differ_have_figures_of_their_own(small_model: Path) -> None:
     """One expert of one layer trains whole: on one of four ranks."""
     one = {"experts": {"layers": "0", "ids": [0]}}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moetune.compat.deepspeed import keep_quiet
 from tests.processes import processes
 
 _TIMEOUT = timedelta(seconds=60)
@@ -54,6 +55,7 @@ def run(ranks: int, work: Callable[..., Any], *args: Any, joined: bool = True) -
 def _rank(end: Any, store: str, rank: int, ranks: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    keep_quiet(torch.device("cpu"))
     try:
         if ranks > 1:
             dist.init_process_group(

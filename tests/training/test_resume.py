@@ -193,7 +193,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_runs_killed_and_resumed(other: str, noisy_model: Path, small_data: Path, tmp_path: Path) -> None:
     adapt, sections = OTHERS[other]

@@ -228,11 +228,11 @@ def test_a_real_run_with_completions_from_vllm(toy: Path) -> None:
     assert dict(traced.phases()).keys() == {"reference", "forward", "backward", "optimizer"}
 
 
-def test_vllm_takes_its_part_of_the_card(toy: Path) -> None:
+def test_the_report_and_the_part_of_the_card_that_vllm_takes(toy: Path) -> None:
     run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, hardware={"gpu": "l40s"})
 
     def predicted(**more: Any) -> MemoryReport:
-        return predict_trl(run, "grpo", {"max_completion_length": 4, **more}, routing=BALANCED)
+        return predict_trl(run, "grpo", {"max_completion_length": 8, "beta": 0.1, **more}, routing=BALANCED)
 
     alone, beside, on_another = predicted(), predicted(use_vllm=True), predicted(use_vllm=True, vllm_mode="server")
     assert alone.gpu is not None
@@ -244,7 +244,13 @@ def test_vllm_takes_its_part_of_the_card(toy: Path) -> None:
     assert "0.3 of the card" in dict(beside.about)["generator"]
     assert on_another.gpu == alone.gpu
     assert on_another.required == beside.required
-    assert "generation" in dict(alone.phases)
+    assert alone.verdict == "yes"
+    assert [phase for phase, _ in alone.phases] == ["forward", "generation", "reference", "backward", "optimizer"]
+    told = alone.to_json()
+    assert (told["trainer"], told["phases"]) == ("grpo", dict(alone.phases))
+    assert told["about"]["trainer"] == "TRL's GRPO, max_completion_length=8, beta=0.1"
+    assert max(alone.phases, key=lambda one: one[1])[1] <= alone.fullest.peak_allocated
+    assert "4 completions of 8 tokens are generated at once, 4 for each prompt of 56 tokens" in alone.assumptions
     assert "generation" not in dict(beside.phases)
     for more, named in (
         ({"vllm_gpu_memory_utilization": 1e-6}, "a second time, in 16 bits"),
@@ -271,18 +277,6 @@ def test_a_few_layers_stand_for_all(kind: Any, part: str, tmp_path: Path) -> Non
     assert last == "optimizer"  # in which the norm of each gradient is a number of 4 bytes, outside of all layers
     assert after == pytest.approx(updated, abs=4 * len(resolve(run, "cuda").parts))
     assert short.host_peak == whole.host_peak
-
-
-def test_the_report(toy: Path) -> None:
-    run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, hardware={"gpu": "1GiB"})
-    report = predict_trl(run, "grpo", {"max_completion_length": 8, "beta": 0.1}, routing=BALANCED)
-    assert report.verdict == "yes"
-    assert [phase for phase, _ in report.phases] == ["forward", "generation", "reference", "backward", "optimizer"]
-    found = report.to_json()
-    assert (found["trainer"], found["phases"]) == ("grpo", dict(report.phases))
-    assert found["about"]["trainer"] == "TRL's GRPO, max_completion_length=8, beta=0.1"
-    assert max(report.phases, key=lambda one: one[1])[1] <= report.fullest.peak_allocated
-    assert "4 completions of 8 tokens are generated at once, 4 for each prompt of 56 tokens" in report.assumptions
 
 
 @pytest.mark.parametrize("auto", ["checkpointing", pytest.param("keep_rows", marks=pytest.mark.full)])
