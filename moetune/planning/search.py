@@ -94,8 +94,8 @@ class Search:
         return self._model.structure
 
     @cached_property
-    def _too_large(self) -> set[tuple[str, str]]:
-        """(goal, storage) of which the frozen weights alone exceed the GPU, whatever the optimizer and the size."""
+    def _too_large(self) -> set[str]:
+        """Storages of which the frozen weights alone exceed the GPU, whatever trains; what trains takes no less."""
         return set()
 
     @property
@@ -126,7 +126,7 @@ class Search:
 
     def _best(self, strategies: Sequence[Strategy]) -> Candidate | None:
         saving = strategies[-1]
-        stored = saving.goal, str(saving.storage)
+        stored = str(saving.storage)
         if stored in self._too_large:
             return None
         sizes = self._sizes(saving)
