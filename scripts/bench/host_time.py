@@ -120,7 +120,8 @@ def host_time(case: Case, repetitions: int) -> dict[str, Any]:
 
 
 def in_turns(case: Case, other: Path, pairs: int) -> dict[str, Any]:
-    """CPU seconds of micro-steps of this tree and of another, in turn, and the median of their ratios."""
+    """CPU seconds of micro-steps of this tree and of another, in turn, the median of their ratios, and the waits of
+    each tree's last one."""
     options = [case.model, str(case.layers or 0), case.expert_memory, case.checkpointing, str(case.rows)]
     command = [sys.executable, "-P", str(ROOT / "scripts/bench/host_time_turns.py"), *options]
     trees = {"before": other.resolve(), "now": ROOT}
@@ -136,17 +137,20 @@ def in_turns(case: Case, other: Path, pairs: int) -> dict[str, Any]:
         for name, tree in trees.items()
     }
     worked: dict[str, list[float]] = {name: [] for name in trees}
+    waits: dict[str, int] = {}
     for _ in range(WARM_UP + pairs):
         for name, process in processes.items():
             assert process.stdin is not None
             assert process.stdout is not None
             print(file=process.stdin, flush=True)
-            worked[name].append(float(process.stdout.readline()))
+            seconds, waited = process.stdout.readline().split()
+            worked[name].append(float(seconds))
+            waits[name] = int(waited)
     for process in processes.values():
         process.communicate()
     worked = {name: seconds[WARM_UP:] for name, seconds in worked.items()}
     ratio = median(now / before for now, before in zip(worked["now"], worked["before"], strict=True))
-    return asdict(case) | {"ratio": ratio, "pairs": worked}
+    return asdict(case) | {"ratio": ratio, "pairs": worked, "waits": waits}
 
 
 def main() -> None:
@@ -175,7 +179,7 @@ def main() -> None:
     }
     columns = ["layers", "rows", "expert memory", "checkpointing", "asked for", "done", "of work", "waits", "peak"]
     if options.beside is not None:
-        columns = ["layers", f"of work, {options.beside.name}", "now", "ratio"]
+        columns = ["layers", f"of work, {options.beside.name}", "now", "ratio", "waits"]
     print("| model |", " | ".join(columns), "|\n|---|" + "---:|" * len(columns))
     for model, size, which in product(options.models, options.expert_memory, options.checkpointing):
         case = Case(model, options.layers, size, which, options.rows, options.gpu)
@@ -183,6 +187,7 @@ def main() -> None:
             row = in_turns(case, options.beside, options.repetitions)
             before, now = (median(row["pairs"][name]) for name in ("before", "now"))
             line = f"| {model} | {case.layers or 'all'} | {before:.3f} s | {now:.3f} s | {row['ratio']:.2f} |"
+            line += f" {row['waits']['before']} → {row['waits']['now']} |"
         else:
             with nullcuda.answering() if nullcuda.is_present() else nullcontext():
                 row = host_time(case, options.repetitions)

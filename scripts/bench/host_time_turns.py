@@ -1,4 +1,5 @@
-"""The part of one tree in `host_time.py --beside`: a micro-step for each line of the input; prints its CPU seconds.
+"""The part of one tree in `host_time.py --beside`: a micro-step for each line of the input; prints its CPU seconds and
+waits.
 
     PYTHONPATH=TREE:TREE/scripts/bench python -P scripts/bench/host_time_turns.py MODEL LAYERS MEMORY CHECKPOINTING ROWS
 
@@ -27,10 +28,11 @@ def main() -> None:
         tokens = count_loss_tokens(batch)
         for _ in sys.stdin:
             torch.cuda.synchronize()
-            began = time.process_time()
+            before, began = nullcuda.asked().synchronizations, time.process_time()
             micro_step(adapted.model, batch, tokens, watch, run.config.train)
+            waits = nullcuda.asked().synchronizations - before
             torch.cuda.synchronize()
-            print(time.process_time() - began, flush=True)
+            print(time.process_time() - began, waits, flush=True)
             adapted.model.zero_grad()
 
 
