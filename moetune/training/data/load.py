@@ -1,6 +1,5 @@
 """A run's data: read, check and tokenize what `data:` names, lay it out."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -9,8 +8,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
@@ -26,8 +23,6 @@ from moetune.training.data.records import Reading, Tally, read_documents
 from moetune.training.data.sources import Source, looks_like_a_file, open_sources
 from moetune.training.data.tokenizer_files import load_tokenizer, template_in
 from moetune.training.step.loss import IGNORED
-
-_MOST_GROWTH = 1000  # factor by which a tokenizer may lengthen a text; common rules replace a space by 3 bytes
 
 
 @dataclass(kw_only=True)
@@ -153,36 +148,7 @@ def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
         raise UserError(f"model {name!r} has no tokenizer: it is not published; give a folder that has one")
     with reading(f"the tokenizer of {name!r} in {folder!r}"):
         on_disk = Path(folder).is_dir() or not hub_is_reachable()
-        tokenizer = load_tokenizer(folder, on_disk)
-        if tokenizer.is_fast:
-            _refuse_growth(tokenizer.backend_tokenizer)
-        return tokenizer
-
-
-def _refuse_growth(backend: Tokenizer) -> None:
-    """Raise `UserError` if a tokenizer's replacement rules could make a text more than `_MOST_GROWTH` times as long.
-
-    Tokenizing would then take practically forever, and it cannot be interrupted.
-    """
-    empty = Tokenizer(BPE())
-    empty.normalizer, empty.decoder = backend.normalizer, backend.decoder
-    settings = json.loads(empty.to_str())
-
-    def growth(step: dict[str, Any] | None) -> float:
-        if step is None or step["type"] not in ("Sequence", "Replace"):
-            return 1.0
-        if step["type"] == "Sequence":
-            steps: list[dict[str, Any]] = step["normalizers" if "normalizers" in step else "decoders"]
-            return float(np.prod([growth(inner) for inner in steps]))
-        pattern = step["pattern"].get("String")
-        return max(1.0, len(step["content"]) / len(pattern) if pattern else 1.0 + len(step["content"]))
-
-    for part in ("normalizer", "decoder"):
-        if (times := growth(settings[part])) > _MOST_GROWTH:
-            raise UserError(
-                f"the {part} in tokenizer.json may make a text {times:.3g} times as long, and {_MOST_GROWTH} is the "
-                "most; take the original tokenizer of the model"
-            )
+        return load_tokenizer(folder, on_disk)
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, now: datetime | None = None) -> datetime | None:

@@ -7,13 +7,17 @@ without a word, which splits text by another pattern, because a vocabulary such 
 """
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -24,6 +28,7 @@ from moetune.json_files import read_json
 _WHOLE, _TEKKEN, _VOCABULARIES = "tokenizer.json", "tekken.json", ("tiktoken.model", "tokenizer.model")
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
 """A line of a vocabulary in tiktoken's format: a token in base64, and its rank."""
+_MOST_GROWTH = 1000  # factor by which a tokenizer may lengthen a text; common rules replace a space by 3 bytes
 _REMEDY = f"put a {_WHOLE} beside it, from a copy of the model that has one (docs/guides/what-goes-wrong.md)"
 
 
@@ -54,6 +59,7 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
     if whole is not None:
         refuse_pointer(whole)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=on_disk)
+        _refuse_growth(tokenizer.backend_tokenizer)
         if dropout := getattr(tokenizer.backend_tokenizer.model, "dropout", None):
             raise UserError(
                 f"tokenizer.json in {folder!r} has model.dropout: {dropout:g}, by which a text has other tokens each "
@@ -68,10 +74,38 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
     else:
         _refuse_vocabulary(f"the tokenizer in {folder!r}", code, find)
         tokenizer = _made(folder, on_disk, find)
+        if tokenizer.is_fast:
+            _refuse_growth(tokenizer.backend_tokenizer)
     if not tokenizer.chat_template and (file := find("chat_template.json")):  # where processors keep it
         tokenizer.chat_template = template_in(file)
     _compare(tokenizer, configs[0], folder)
     return tokenizer
+
+
+def _refuse_growth(backend: Tokenizer) -> None:
+    """Raise `UserError` if a tokenizer's replacement rules could make a text more than `_MOST_GROWTH` times as long.
+
+    Tokenizing would then take practically forever, and it cannot be interrupted.
+    """
+    empty = Tokenizer(BPE())
+    empty.normalizer, empty.decoder = backend.normalizer, backend.decoder
+    settings = json.loads(empty.to_str())
+
+    def growth(step: dict[str, Any] | None) -> float:
+        if step is None or step["type"] not in ("Sequence", "Replace"):
+            return 1.0
+        if step["type"] == "Sequence":
+            steps: list[dict[str, Any]] = step["normalizers" if "normalizers" in step else "decoders"]
+            return float(np.prod([growth(inner) for inner in steps]))
+        pattern = step["pattern"].get("String")
+        return max(1.0, len(step["content"]) / len(pattern) if pattern else 1.0 + len(step["content"]))
+
+    for part in ("normalizer", "decoder"):
+        if (times := growth(settings[part])) > _MOST_GROWTH:
+            raise UserError(
+                f"the {part} in tokenizer.json may make a text {times:.3g} times as long, and {_MOST_GROWTH} is the "
+                "most; take the original tokenizer of the model"
+            )
 
 
 def _compare(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], folder: str) -> None:
