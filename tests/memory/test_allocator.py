@@ -12,7 +12,6 @@ from moetune.memory.allocator import POOLS, Event, Reserved, simulate
 from moetune.memory.rank_memory import _simulated
 from moetune.models.catalog.gpus import find_gpu
 
-KIB = 1 << 10
 MIB = 1 << 20
 
 
