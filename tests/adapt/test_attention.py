@@ -80,6 +80,7 @@ POSITIONS = torch.stack(
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("flash_on_cpu")
 @pytest.mark.parametrize(
     "model_type", thinned([*ACCEPTED, *USUAL], 6, ("mixtral", "qwen3_moe", "deepseek_v3", "granitemoe"))

@@ -75,7 +75,7 @@ def built(
     return adapted
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(30)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "base", "adapt"), in_pairs(MODELS, BASES, ADAPT))
 def test_gradients_equal_autograd_through_the_plain_model(

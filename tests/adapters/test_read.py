@@ -43,6 +43,7 @@ def latent(adapter: Adapter) -> bool:
     return any("kv_a_proj_with_mqa" in path for path in adapter.linears)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("model", "layout", "split"), cases())
 def test_there_and_back_to_the_byte(model: str, layout: str, split: bool, tmp_path: Path) -> None:
     """Read, converted to each program, read from there, and stored again as it was."""

@@ -126,7 +126,7 @@ def run(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pyte
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("command", each_by_itself())
 def test_a_command_runs(command: str, run: Run) -> None:
     assert run(command)

@@ -50,7 +50,7 @@ def prefetcher_of(adapted: Adapted) -> ExpertPrefetcher:
     return adapted.expert_context.prefetcher
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("model_type", "adapt", "checkpointing", "base"),
     [

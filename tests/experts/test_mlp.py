@@ -29,7 +29,7 @@ ROUTINGS = {
 STORAGES: list[Storage] = ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "int4-g32", "bf16", "fp32"]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("model_type", "plan", "group", "storage", "routing"),
     [
@@ -59,7 +59,7 @@ def test_products_that_add_low_rank_terms(plan: str, model_type: str, monkeypatc
     assert called.count("low_rank_product_") == 3 + 2  # gate_up and down, gate_up again; of both the rows' gradients
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("model_type", LAYOUTS)
 @pytest.mark.parametrize("plan", ["frozen", "LoRA on all"])
 @pytest.mark.parametrize("routing", ["as it falls", "without some experts", "three choices"])
@@ -125,7 +125,7 @@ def test_without_any_token_gradients_are_zero(group: int) -> None:
     assert not any(gradient.any() for gradient in found.values())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])

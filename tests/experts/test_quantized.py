@@ -81,6 +81,7 @@ def test_a_matrix_is_stored_alone_and_comes_back_from_a_state_dict(storage: Stor
         assert torch.equal(one, other), name
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("storage", "double_quant"),
     [case for case in STORAGES if case[0] != "fp32"],

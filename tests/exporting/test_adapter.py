@@ -61,6 +61,7 @@ def base_in(folder: Path) -> AdapterBase:
     return AdapterBase(str(folder), plain, read_structure(plain), tuple(read_headers(folder)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_logits_of_stock_peft_after_each_conversion_and_merge(model_type: str, tmp_path: Path) -> None:
     """An adapter of stock PEFT, through every program's layout, merged: 1e-5 of the logits of PEFT itself."""

@@ -67,6 +67,7 @@ def test_values_are_those_of_the_library(
     assert torch.equal(stack.matrix(1, torch.float32).to(expected.dtype), expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("settings", "expected", "parts"), cases())
 def test_a_matrix_that_does_not_change_is_written_back_as_it_was(
     settings: dict[str, Any], expected: Tensor, parts: dict[str, Tensor], tmp_path: Path

@@ -36,7 +36,7 @@ if importlib.util.find_spec("timm") is None:
 READ = [name for name in causal_lm_types() if name not in REFUSED]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("model_type", thinned(READ, 3, expert_model_types()))
 def test_every_parameter_is_counted_once_and_every_marked_module_is_found(model_type: str) -> None:
     model = meta_model(toy_config(model_type))
@@ -54,6 +54,7 @@ def test_every_parameter_is_counted_once_and_every_marked_module_is_found(model_
     assert sum(parameter_count.active.values()) == parameter_count.active_per_token
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model_type", thinned(name for name in expert_model_types() if name not in REFUSED))
 def test_top_k_and_expert_width_agree_with_a_real_forward_pass(model_type: str) -> None:
     model = toy_model(model_type)

@@ -30,7 +30,7 @@ def small(model_type: str) -> dict[str, Any]:
     return {name: size for name, size in sizes.items() if there.get(name) is not None}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model_type", thinned((*expert_model_types(), *DENSE), 8, ("gpt_oss",)))

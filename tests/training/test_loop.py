@@ -56,17 +56,13 @@ def only_without_weights(resolved: ResolvedRun, device: torch.device | str, *mor
     return build_resolved(resolved, device, *more)
 
 
-def steps_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [line for line in lines if "loss" in line]
-
-
 def test_metrics_have_the_keys_of_the_contract(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     result = train(small.run_config(small_model, small_data, tmp_path / "run", data={"eval": str(small_data)}))
     lines = small.read_metrics(tmp_path / "run")
     assert [(line["step"], "eval_loss" in line) for line in lines] == [
         (0, True), (1, False), (2, False), (3, False), (3, True)
     ]  # fmt: skip
-    for line in steps_of(lines):
+    for line in (line for line in lines if "loss" in line):
         assert list(line) == KEYS
         assert line["lr"] == 0.01
         assert line["grad_norm"] > 0

@@ -105,18 +105,14 @@ def in_process(run: dict[str, Any], resume: str = "never", moment: Moment | None
     assert process.exitcode == (0 if moment is None else -signal.SIGKILL)
 
 
-def optimizer_files(checkpoint: Path) -> list[Path]:
-    """Those of the optimizer's tensors; none where it has no states."""
-    return sorted((checkpoint / "optimizer").glob("*.safetensors"))
-
-
 def outcome(run: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, Any]]:
     """Metrics without those that are times, trained tensors, and the optimizer's and the generators' states."""
     folder = Path(run["output"])
     lines = small.metrics_without_times(folder)
     last = folder / "checkpoints" / f"step-{run['train']['steps']}"
+    states = (last / "optimizer").glob("*.safetensors")  # none where the optimizer has no states
     optimizer = {
-        "tensors": {name: tensor for file in optimizer_files(last) for name, tensor in load_file(file).items()},
+        "tensors": {name: tensor for file in states for name, tensor in load_file(file).items()},
         "numbers": json.loads((last / "optimizer.json").read_text()),
         "generators": {
             f"{file.stem}: {name}": state

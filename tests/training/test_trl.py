@@ -180,7 +180,7 @@ CASES = [(model, kind, part) for model in ("mixtral", "qwen3_moe", "olmoe") for 
 CASES += [(model, kind, "lora") for model in LAYERS for kind in ("dpo", "grpo")]
 
 
-@pytest.mark.one_in(21)
+@pytest.mark.one_in(42)
 @pytest.mark.parametrize(("model_type", "kind", "part"), CASES)
 def test_losses_of_trl_with_a_second_model(
     model_type: str, kind: str, part: str, toys: Callable[[str], Path], tmp_path: Path

@@ -7,14 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from moetune.adapt.layers.routers import fuse_routers
+from tests.adapt.layers.test_rotary import fused
 from tests.toys import TOP_K, toy_model
 
 ROUTERS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
-
-
-def fused(model: nn.Module) -> list[nn.Module]:
-    """The modules whose forward method was replaced."""
-    return [module for module in model.modules() if "forward" in vars(module)]
 
 
 def results(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:

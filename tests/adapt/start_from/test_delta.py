@@ -37,7 +37,7 @@ def fresh(run: ToyRun, adapt: dict[str, Any]) -> Adapted:
     return build(adapted_config(run, adapt), "cpu")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("adapt", ["full", "all"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_value_comes_back(model_type: str, adapt: str, base: Callable[[str], Path], tmp_path: Path) -> None:

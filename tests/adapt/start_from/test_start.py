@@ -96,11 +96,6 @@ def test_a_start_names_the_base_that_it_was_trained_on(
     assert "revision 'v2' of its base, and main is read" in note
 
 
-def first_loss(output: Path) -> float:
-    (first, *_) = [line["eval_loss"] for line in small.read_metrics(output) if "eval_loss" in line]
-    return first
-
-
 def test_an_adapter_of_stock_peft_trains_on(
     small_model: Path, small_data: Path, stock: tuple[Path, PeftModel], tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ def states(folder: Path, **model: Any) -> dict[str, torch.Tensor]:
         return build(run_config(folder, LORA, model={"weights": "pretrained", **model}), "cpu").model.state_dict()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("model_type", "base"),
     [

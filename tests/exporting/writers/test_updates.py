@@ -38,7 +38,7 @@ def selection(structure: ModelStructure) -> dict[str, Any]:
     return {"router": last, "experts": {"layers": last, "ids": [EXPERT]}}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", thinned(sorted({*expert_model_types(), *IN_CATALOG}), 6, ("mixtral", "gpt_oss")))
 def test_hub_to_bank_to_hub(model_type: str, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def read_as_vllm(folder: Path, rank: int) -> Iterator[tuple[str, int | None, Ten
             yield f"{module.removesuffix('.base_layer')}.{stack}", expert, of_expert
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("model_type", "gate_up", "rank"),
     [

@@ -45,7 +45,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
     return {name: write_toy(tmp_path_factory.mktemp("toys") / name, name, **sizes) for name in LAYOUTS}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("model_type", "checkpointing", "kept", "experts_on"),
     [

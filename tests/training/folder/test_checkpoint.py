@@ -140,7 +140,7 @@ def check_goes_on(config: small.RunConfig, folder: Path) -> tuple[Run, Path]:
     return run, written
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("optimizer", "adapt"), in_pairs(OPTIMIZERS, small.ADAPT, every=5))
 def test_a_third_step_is_the_same_after_a_checkpoint(
     optimizer: str, adapt: str, small_model: Path, tmp_path: Path

@@ -88,7 +88,7 @@ def assert_equal(folder: Path, model_type: str, adapt: str, *, packing: bool, bi
     assert adapted.expert_context.prefetcher._on_device.keys() <= adapted.run.carried_layers
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize(
     ("model_type", "adapt", "checkpointing", "packing"),
     in_pairs(TYPES, ["lora", "all three ways", "everything"], ["none", "full", "offload", "auto"], [False, True]),

@@ -152,7 +152,7 @@ def gradients_of(model: PreTrainedModel, value: Tensor) -> Tensors:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tokens", [1, 5, 100])
 @pytest.mark.parametrize(
     ("model_type", "settings", "adapt"),
