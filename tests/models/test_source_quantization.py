@@ -58,7 +58,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_no_quantizer_of_transformers_is_taken_for_16_bits(
