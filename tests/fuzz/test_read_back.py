@@ -85,7 +85,7 @@ RAW = {
     "training/data/files/folder.py": "state.json of a data set: tests/training/data/files/test_folder.py",
     "training/data/files/tables.py": "a value in a table: tests/training/data/files/test_tables.py",
     "watch/memory_record.py": "what the run has just written",
-    "training/data/load.py": "what a tokenizer writes of itself",
+    "training/data/tokenizer_files.py": "what a tokenizer writes of itself",
     "files.py": "a lock of another process",
     "training/trl.py": "what the program writes of itself",
     "compat/transformers.py": "what transformers has just written",

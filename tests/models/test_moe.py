@@ -117,7 +117,7 @@ class WithIdentities(Experts):
 def test_llama_4_is_read_with_one_expert_per_token_alone() -> None:
     """With several, each expert's input is multiplied by its own score, and no published model has them."""
     layer = read_structure(meta_model(toy_config("llama4_text"))).moe_layers[0]
-    assert (layer.top_k, layer.shape) == (1, moe.ExpertShape(EXPERTS, HIDDEN, 24, True, False, True, True))
+    assert (layer.top_k, layer.shape) == (1, moe.ExpertShape(EXPERTS, HIDDEN, 48, True, False, True, True))
     with pytest.raises(UserError, match="'llama4_text' is not supported: its experts"):
         read_structure(meta_model(toy_config("llama4_text", num_experts_per_tok=2)))
 
