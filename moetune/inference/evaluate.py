@@ -148,12 +148,7 @@ def rows_of(
         settings = settings.but(train=data, split=None, eval=None, validation=None)
     elif given is None or not given.evaluates:
         raise UserError(f"{opened.name!r} has no held-out data of its own; name some with --data")
-    try:
-        read = load_data(settings, opened.tokenizer, train)
-    except UserError as error:
-        of_run_files = ", or set data.too_long: drop or truncate"
-        message = str(error).replace("train.sequence_length", "--sequence-length").replace(of_run_files, "")
-        raise UserError(message) from None
+    read = load_data(settings, opened.tokenizer, train, length_from="--sequence-length")
     rows, counts = (read.eval, read.eval_counts) if data is None else (read.train, read.counts)
     assert rows is not None
     assert counts is not None

@@ -19,7 +19,7 @@ from moetune.training.data.chats.stop_tokens import stop_tokens
 from moetune.training.data.chats.template_arguments import fix_template
 from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
-from moetune.training.data.records import Reading, Tally, read_documents
+from moetune.training.data.records import LENGTH, Reading, Tally, read_documents
 from moetune.training.data.sources import Source, looks_like_a_file, open_sources
 from moetune.training.data.tokenizer_files import load_tokenizer, template_in
 from moetune.training.step.loss import IGNORED
@@ -65,13 +65,17 @@ class Datasets:
 
 
 def load_data(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: TrainConfig, now: datetime | None = None
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train: TrainConfig,
+    now: datetime | None = None,
+    length_from: str = LENGTH,
 ) -> Datasets:
     """Read and tokenize the training data and the held-out data.
 
     The same files, settings, tokenizer and time give exactly the same sequences. `tokenizer.chat_template` is replaced
     as `set_template` does; `now` is the time for a template that reads the clock, by default the current. `train` has
-    the sequence length, and the seed of random choices.
+    the sequence length, and the seed of random choices; `length_from` is what messages call the length.
 
     Raises:
         UserError: data cannot be found or read, records cannot be used (all such problems, one per line), or the
@@ -90,8 +94,8 @@ def load_data(
             sources = open_sources(spec, held_out=held_out, note=note)
         for source in sources:
             with collected(problems):
-                longest = train.sequence_length
-                parts.append(read_documents(source, data.format, tokenizer, longest, data.too_long, documents, note))
+                lengths = train.sequence_length, data.too_long
+                parts.append(read_documents(source, data.format, tokenizer, *lengths, documents, note, length_from))
         return _joined(parts)
 
     named = data_sets(data.train, data.split), data_sets(data.eval)

@@ -64,6 +64,9 @@ class Reading:
     tally: Tally = field(default_factory=Tally)
 
 
+LENGTH = "train.sequence_length"
+
+
 def read_documents(
     source: Source,
     format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"],
@@ -72,6 +75,7 @@ def read_documents(
     too_long: Literal["error", "drop", "truncate"],
     documents: Documents,
     note: Note,
+    length_from: str = LENGTH,
 ) -> Reading:
     """Tokenize every record of a source and add its documents to `documents`; report progress on stderr after 10, 20,
     40 … seconds.
@@ -80,6 +84,7 @@ def read_documents(
         format: format of all records; `auto` detects it from the first record that has the keys of one.
         longest: maximum tokens of a prompt with its completion, or of a chat. Longer plain text is cut into several
             sequences later.
+        length_from: the setting that says `longest`, for messages: `LENGTH`, or an option of a command.
         too_long: whether a longer prompt or chat is reported as an error, dropped, or truncated.
 
     Raises:
@@ -114,7 +119,7 @@ def read_documents(
                 if len(document) > longest and not document.divisible:
                     if too_long == "error":
                         needed = max(needed, *map(len, encoded))
-                        raise MalformedError(f"{needed} tokens do not fit train.sequence_length {longest}")
+                        raise MalformedError(f"{needed} tokens do not fit {length_from} {longest}")
                     document, whole = document.shortened(longest)
                     if too_long == "drop" or (document.labels == IGNORED).all():
                         tally.dropped += 1
@@ -128,10 +133,8 @@ def read_documents(
     if problems.count:
         hints = []
         if needed > longest:
-            hints.append(
-                f"  prompts and chats are not cut by themselves: raise train.sequence_length to {needed}, or set "
-                "data.too_long: drop or truncate"
-            )
+            others = ", or set data.too_long: drop or truncate" if length_from == LENGTH else ""
+            hints.append(f"  prompts and chats are not cut by themselves: raise {length_from} to {needed}{others}")
         raise UserError("\n".join((*problems.summary(source), *hints)))
     if not records:
         why = f"all of its {tally.dropped:,} records are longer than train.sequence_length {longest}"

@@ -59,7 +59,12 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
     if whole is not None:
         refuse_pointer(whole)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=on_disk)
-        _refuse_growth(tokenizer.backend_tokenizer)
+    else:
+        _refuse_vocabulary(f"the tokenizer in {folder!r}", code, find)
+        tokenizer = _made(folder, on_disk, find)
+    if tokenizer.is_fast:
+        _refuse_growth(tokenizer.backend_tokenizer)  # before any text is tokenized
+    if whole is not None:
         if dropout := getattr(tokenizer.backend_tokenizer.model, "dropout", None):
             raise UserError(
                 f"tokenizer.json in {folder!r} has model.dropout: {dropout:g}, by which a text has other tokens each "
@@ -71,11 +76,6 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
                 f"{folder}: texts begin {'with' if begins else 'without'} {tokenizer.bos_token} by tokenizer.json; "
                 f"add_bos_token: {says} of tokenizer_config.json is not read, by transformers 5 neither"
             )
-    else:
-        _refuse_vocabulary(f"the tokenizer in {folder!r}", code, find)
-        tokenizer = _made(folder, on_disk, find)
-        if tokenizer.is_fast:
-            _refuse_growth(tokenizer.backend_tokenizer)
     if not tokenizer.chat_template and (file := find("chat_template.json")):  # where processors keep it
         tokenizer.chat_template = template_in(file)
     _compare(tokenizer, configs[0], folder)
