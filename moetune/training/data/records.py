@@ -137,7 +137,7 @@ def read_documents(
             hints.append(f"  prompts and chats are not cut by themselves: raise {length_from} to {needed}{others}")
         raise UserError("\n".join((*problems.summary(source), *hints)))
     if not records:
-        why = f"all of its {tally.dropped:,} records are longer than train.sequence_length {longest}"
+        why = f"all of its {tally.dropped:,} records are longer than {length_from} {longest}"
         raise UserError(f"{source.name!r} " + (why if tally.dropped else "is empty: it holds no record"))
     if encoder is not None and encoder.unread:
         note(f"{source.name!r}: keys whose values are not read: {', '.join(first_of(sorted(encoder.unread)))}")
