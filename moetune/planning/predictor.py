@@ -81,9 +81,9 @@ class Predictor:
             routing = only or replace(routing, lowest=None, highest=None)
         return self._predict(run, routing, simulated=False)
 
-    def whole(self, run: AnyRun) -> MemoryReport:
-        """Predict a whole report, whatever `end` says: for all routings that are possible, the allocator simulated."""
-        return self._predict(run, self.routing, simulated=True)
+    def whole(self, run: AnyRun, *, simulated: bool = True) -> MemoryReport:
+        """Predict for all routings that are possible, whatever `end` says; the allocator is `simulated` or not."""
+        return self._predict(run, self.routing, simulated=simulated)
 
     def _predict(self, run: AnyRun, routing: AssumedRouting, *, simulated: bool) -> MemoryReport:
         run = self.divided(self.resolve(run))

@@ -171,10 +171,11 @@ class Search:
         return self._run(strategy, self._sizes(strategy)[0])
 
     def whole(self, found: Candidate) -> Candidate:
-        """Return a candidate with whole reports, of its run and of the next larger one."""
+        """Return a candidate with whole reports, of its run and, but for what the allocator reserves, of the next
+        larger one."""
         larger = found.next_larger
         if larger is not None:
-            larger = replace(larger, report=self.predictor.whole(larger.config))
+            larger = replace(larger, report=self.predictor.whole(larger.config, simulated=False))
         config = found.config
         if (stages := self.predictor.divided(self.predictor.resolve(config)).config.parallel.stages) != "auto":
             config = changed(config, {"parallel.stages": stages})
