@@ -144,6 +144,14 @@ def a_server_of_processes() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """Files that are flushed are left to the system: a process that is killed loses nothing of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def a_configuration_runs_once() -> Iterator[None]:
     """A model whose configuration ran without values in one test is not run so in another (models/dry_run.py)."""
     from moetune.adapt import count

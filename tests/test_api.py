@@ -45,6 +45,7 @@ def test_a_run_its_values_and_its_path_are_alike(small_model: Path, tmp_path: Pa
     )
 
 
+@pytest.mark.full
 def test_a_prediction_imports_neither_data_sets_nor_figures(small_model: Path) -> None:
     code = (
         "import sys, moetune\n"

@@ -181,6 +181,7 @@ def test_what_layers_keep_is_not_computed_again_and_changes_no_bit(
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_attention_is_kept_for_one_backward_pass_and_not_with_dropout(tmp_path: Path) -> None:
     def runs(train: dict[str, Any], dropout: float = 0.0) -> tuple[int, dict[str, Tensor]]:
         config = toy_config("mixtral", attention_dropout=dropout)

@@ -178,6 +178,7 @@ def _has_state(model_type: str) -> bool:
     return any(carries_state(module) for layer in decoder_layers(model).values() for module in layer.modules())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", thinned(("lfm2_moe", "qwen3_next", "granitemoehybrid", "zaya", "minimax"), 9))
 def test_fake_steps_run_document_by_document_too_and_take_byte_for_byte_what_real_ones_take(
     model_type: str, tmp_path: Path
@@ -198,6 +199,7 @@ def test_fake_steps_run_document_by_document_too_and_take_byte_for_byte_what_rea
     assert any(is_split_by_documents(layer) for layer in decoder_layers(build(run, "meta").model).values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", thinned(("nemotron_h", "qwen3_next", "kimi_linear", "deepseek_v4"), 4))
 def test_a_trace_that_writes_scans_again_equals_one_that_runs_them_all(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

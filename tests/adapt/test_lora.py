@@ -83,6 +83,7 @@ def test_an_adapter_that_is_switched_off_adds_nothing(tmp_path: Path) -> None:
     assert layer(x).equal(layer.base_layer(x))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "phimoe", "gemma4_text"])
 def test_a_router_computes_with_its_update_and_its_logits_have_it(model_type: str, tmp_path: Path) -> None:
     """Routers of three kinds: a class of its own, a linear layer that returns a tuple, and one that holds a linear

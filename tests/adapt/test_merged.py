@@ -76,6 +76,7 @@ MORE: dict[str, Case] = {
 BASES = CASES | MORE
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", [*CASES, *(pytest.param(kind, marks=pytest.mark.full) for kind in MORE)])
 def test_it_computes_with_what_is_exported(kind: str, checkpointing: str, tmp_path: Path) -> None:
@@ -104,7 +105,8 @@ def test_it_computes_with_what_is_exported(kind: str, checkpointing: str, tmp_pa
     assert_close(gradients, dict(zip(leaves, expected, strict=True)), 1e-4)
 
 
-@pytest.mark.parametrize("base", [pytest.param("16 bits", marks=pytest.mark.full), "published"])
+@pytest.mark.full
+@pytest.mark.parametrize("base", ["16 bits", "published"])
 def test_held_out_loss_is_that_of_the_merged_checkpoint(
     base: str, small_model: Path, small_data: Path, tmp_path: Path
 ) -> None:

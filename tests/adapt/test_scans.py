@@ -25,6 +25,7 @@ def stepped(model: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor], int]:
     return loss.detach(), gradients, tracker.peak_bytes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("model_type", thinned(("deepseek_v4", "hy_v4")))
 def test_hyper_connections_that_are_computed_once_more(model_type: str, checkpointing: bool) -> None:

@@ -38,6 +38,7 @@ def check(adapted: Adapted, base: str = "nf4") -> None:
         refuse_unquantized(adapted.model, replace(adapted.run, config=wanted))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("base", "kind"), [("nf4", Linear4bit), ("int8", QuantizedLinear), ("bf16", QuantizedLinear), ("fp32", nn.Linear)]
 )
@@ -74,6 +75,7 @@ def other_stack(name: str) -> Callable[[Adapted], None]:
     return change
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -47,6 +47,7 @@ def test_a_trained_run_is_merged_and_checked(run: Path, small_model: Path, moetu
     assert (out / "tokenizer.json").read_bytes() == (small_model / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.full
 def test_a_rounded_checkpoint_says_what_survives(
     small_model: Path, small_data: Path, tmp_path: Path, moetune: Callable[..., Any]
 ) -> None:

@@ -137,6 +137,7 @@ def test_how_long(moetune: Run, tmp_path: Path) -> None:
     assert time["parts"].keys() >= time["work"].keys() >= {"experts", "attention", "router", "optimizer"}
 
 
+@pytest.mark.full
 def test_verify_shows_what_is_on_the_host(moetune: Run) -> None:
     sections = ("--set", "train.sequence_length=64", "--set", "model.experts_on=host")
     result = json.loads(moetune("verify", TINY, *sections, "--json", "--steps", "2").out)

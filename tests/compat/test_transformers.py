@@ -99,6 +99,7 @@ def test_a_weight_that_is_read_without_a_call(model_type: str, path: str, weight
     assert reads_weight(module, name, or_its_dtype=True) == dtype
 
 
+@pytest.mark.full
 def test_kernels_of_other_packages_are_left_out_of_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for causal-conv1d with its signature, which, as its kernel, takes tensors on a GPU alone."""
 

@@ -59,7 +59,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Run(base, data, folder / "run")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_exports_compute_what_the_run_does(run: Run, tmp_path: Path) -> None:
     def loss(what: Path) -> float:
         return evaluate(open_model(str(what), dtype="fp32"), str(run.data), 64, "auto").loss

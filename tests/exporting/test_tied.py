@@ -89,6 +89,7 @@ def merged(base: Path, adapter: Path, out: Path) -> Tensor:
 # --- Adapters of stock PEFT -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("model_type", TYPES)
@@ -230,6 +231,7 @@ def test_exports_keep_a_head_of_its_own(model_type: str, trained: str, tmp_path:
     assert logits(again.model.eval()).equal(expected)
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("targets", [["attention"], ["attention", "lm_head"]])
 def test_an_adapter_of_a_base_with_a_head_of_its_own(targets: list[str], tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def test_kimi_k25_with_its_settings_in_the_text_section(tmp_path: Path) -> None:
 UP = "model.layers.0.mlp.experts.1.up_proj"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "changes", "says"),
     [

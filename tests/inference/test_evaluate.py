@@ -133,6 +133,7 @@ def test_records_that_are_too_long(
     assert f"{dropped} records were left out and 0 cut" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_checkpoint_in_float16_that_is_computed_in_bfloat16(
     small_model: Path, small_data: Path, tmp_path: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from moetune.inference.memory import predict_generate
 from moetune.inference.opened import find
 
 
+@pytest.mark.full
 def test_keys_and_values_of_a_batch() -> None:
     """Eight prompts with 1,024 tokens more each need 1 GiB more: 32 layers, 8 heads of 128, keys and values, bf16.
 

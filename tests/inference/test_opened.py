@@ -238,7 +238,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("name", "command"), CELLS)
 def test_a_run_of_which_something_changed(
     name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch

@@ -106,6 +106,7 @@ def test_the_planted_layer_is_found_and_left_in_16_bits(model: Path, data: Path,
     assert yaml.safe_load(text) == {"model": {"base": answer["base"]}}
 
 
+@pytest.mark.full
 def test_a_budget_is_what_a_run_leaves_free(model: Path, data: Path, tmp_path: Path) -> None:
     """With all of the base rounded, whatever its file says of it; and the run then fits with the map."""
     run: dict[str, Any] = {"model": {"path": str(model), "base": "bf16"}, "adapt": {"router": "all"}}
@@ -128,6 +129,7 @@ def test_a_budget_is_what_a_run_leaves_free(model: Path, data: Path, tmp_path: P
         _left_by(words[-1], "nf4")
 
 
+@pytest.mark.full
 def test_experts_on_the_host_are_rounded_there(model: Path, data: Path) -> None:
     """Where a GPU does not hold the model in 16 bits."""
     found = find_in_16_bits(str(model), "cpu", on_host=True)

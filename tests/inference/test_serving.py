@@ -54,6 +54,7 @@ def test_a_run_is_exported_and_its_rank_rounded_up(runs: Callable[[str], ToyRun]
     assert options(serving(str(run.path), "vllm"))["--max-loras"] == "2"  # for a CPU
 
 
+@pytest.mark.full
 def test_factors_in_pefts_layout_need_the_mixed_format_or_are_refused(runs: Callable[[str], ToyRun]) -> None:
     """Mixtral's experts have another name in vLLM, which drops them without a message."""
     for model_type in ("qwen3_moe", "mixtral", "gpt_oss"):
@@ -68,6 +69,7 @@ def test_factors_in_pefts_layout_need_the_mixed_format_or_are_refused(runs: Call
         serving(str(runs("gpt_oss").path.with_name("peft")), "llama.cpp")
 
 
+@pytest.mark.full
 def test_the_context_is_what_the_card_holds_beside_the_weights_and_an_adapter(
     runs: Callable[[str], ToyRun], tmp_path: Path
 ) -> None:

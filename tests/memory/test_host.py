@@ -60,6 +60,7 @@ def test_whose_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_of(HardwareConfig(), None, 0, 0) == HostMemory(process_here(), 0, 0, room=here)
 
 
+@pytest.mark.full
 def test_a_run_that_only_its_host_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "this_machine", lambda: Figure(1, "never asked for a card elsewhere"))
     folder = write_toy(tmp_path, "mixtral", num_hidden_layers=2)

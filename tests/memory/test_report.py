@@ -105,6 +105,7 @@ def toy(model: Path, **sections: Any) -> RunConfig:
     return toy_run(model, "mixtral", {"lora": {"rank": 4, "alpha": 8, "targets": ["experts"]}}, **sections)
 
 
+@pytest.mark.full
 def test_paged_states_are_outside_of_the_allocator(tmp_path: Path) -> None:
     """Large ones: managed memory, which torch's counters do not see."""
     model = write_toy(tmp_path, "mixtral", hidden_size=512, vocab_size=512, num_hidden_layers=2)

@@ -112,6 +112,7 @@ def run(moetune: Callable[..., Ended], *arguments: str | Path) -> None:
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "adapt"), cases())
 def test_a_layout_through_its_command(

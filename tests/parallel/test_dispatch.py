@@ -36,6 +36,7 @@ def one_word(model: Path, parallel: dict[str, Any], adapt: str) -> tuple[steps.T
     return taken, idle
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("adapt", ["experts", "lora"])
 def test_a_rank_without_tokens(adapt: str, small_model: Path) -> None:

@@ -25,6 +25,7 @@ def every_layout() -> list[Any]:
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", every_layout())
 def test_a_layout(name: str, alone: Alone, cases: list[layouts.Case], small_model: Path, sharded: Path) -> None:
     parallel = LAYOUTS[name] if name in LAYOUTS else DEEPSPEED[name] | {"deepspeed": str(sharded)}

@@ -33,6 +33,7 @@ def test_few_micro_steps_stand_for_all(parallel: dict[str, Any], small_model: Pa
     assert sorted(few.collectives, key=key) == sorted(all_five.collectives, key=key) != []
 
 
+@pytest.mark.full
 def test_every_rank_is_reported(small_model: Path) -> None:
     traced: list[int] = []
 
@@ -91,6 +92,7 @@ def test_frozen_tensors_that_divide_unevenly_take_equal_memory(adapt: str, tmp_p
         assert (found.rounded_peak, found.host_peak, found.load) == (one.rounded_peak, one.host_peak, one.load)
 
 
+@pytest.mark.full
 def test_ranks_differ_by_which_experts_are_computed_together(tmp_path: Path) -> None:
     """Four of eight have LoRA, two on each rank: on the first they alternate with the others, on the second they do
     not, so that groups are larger."""

@@ -121,6 +121,7 @@ def test_a_killed_rank_ends_the_run_and_it_resumes(run_file: Path, tmp_path: Pat
     assert small.read_metrics(tmp_path / "run")[-1]["step"] == last + 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("then", ["time.sleep(600)", "sys.exit(70)"])
 def test_a_killed_rank_ends_the_others(then: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Whether these wait for it or fail because it has gone, which is no error of moetune."""
@@ -144,6 +145,7 @@ note_failure("the other one has gone") or sys.exit(1)
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("code", "ended", "said"),
     [

@@ -61,6 +61,7 @@ def test_a_kernel_that_differs_is_no_problem(moetune: Run, monkeypatch: pytest.M
         assert outcomes(ended)["kernels"].items() >= {"outcome": "note", "found": said}.items()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_that_needs_more_than_there_is(
     moetune: Run, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,7 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
     assert {slowness for goal, slowness in asked if goal == "router"} == {0}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("every", [False, True])
 def test_gradients_of_factors_are_freed_early_before_anything_waits_on_the_host(
     every: bool, small_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +138,7 @@ def test_at_full_size_a_search_of_everything_finds_nothing_more_useful(case: str
     assert useful[0] == useful[1] != []
 
 
+@pytest.mark.full
 def test_the_run_that_nearly_fits_is_that_which_saves_most(small_model: Path) -> None:
     found = plan(str(small_model), "400MiB", goals=("router", "lora"), length=64, every=False)
     assert found.candidates == ()

@@ -91,6 +91,7 @@ def exhaustive(search: Search, tried: list[Strategy]) -> tuple[int, int, int] | 
     return best
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("goal", "model"), [("experts", "mixtral-8x7b"), ("lora", "mixtral-8x7b")])
 def test_the_best_run_is_what_exhaustive_search_finds(goal: Goal, model: str, pytestconfig: pytest.Config) -> None:
     draw = random.Random(0)
@@ -134,6 +135,7 @@ def test_more_experts_come_with_more_layers_first() -> None:
     assert all(size.amount % 2 == 0 for size in search._sizes(over_two))
 
 
+@pytest.mark.full
 def test_what_a_model_cannot_have_is_refused_by_strategy(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     search = search_of(small_model, "24GiB")
     there = [one for one in strategies("lora", search.structure, 1) if not one.slowness]
@@ -156,6 +158,7 @@ def test_what_a_model_cannot_have_is_refused_by_strategy(small_model: Path, monk
 # --- Against traces -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("goal", thinned(GOALS, always=("experts",)))
 def test_a_small_question(goal: Goal, small_model: Path) -> None:
     """On a card that has little more than the smallest run needs: what is found surely fits, and the next larger run

@@ -59,7 +59,8 @@ def test_each_choice_takes_more_and_the_last_that_fits_is_made(
         assert settled(found, f"{size}B").config == found.config
 
 
-@pytest.mark.parametrize("keep_rows", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("keep_rows", [False, True])
 def test_the_verdict_is_that_of_full(keep_rows: bool, tmp_path: Path) -> None:
     train = {"checkpointing": "full", "keep_rows": "auto"} if keep_rows else {}
     run = auto(tmp_path, "mixtral", 3, accumulate=2, **train)
@@ -118,7 +119,8 @@ def test_before_an_interruption(tmp_path: Path) -> None:
     assert settled_on(narrow, torch.device("cuda"), before).keeps == {}
 
 
-@pytest.mark.parametrize("checkpointing", ["full", pytest.param("auto", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", ["full", "auto"])
 def test_groups_of_experts_grow_first_and_never_make_a_run_not_fit(
     checkpointing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

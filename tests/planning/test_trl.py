@@ -29,6 +29,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_toy(tmp_path / "model", "mixtral")
 
 
+@pytest.mark.full
 def test_a_predictor_of_a_trainer_predicts_it(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once on this machine: a search that asks again reads the report from disk."""
     run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, train={"accumulate": 1}, hardware={"gpu": "1GiB"})

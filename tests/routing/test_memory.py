@@ -30,7 +30,7 @@ def parts(traced: Trace) -> dict[str, int]:
     return {"host": traced.host_peak, **dict(traced.parts(traced.peak).items())}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("model_type", "sections", "sources"), CASES, ids=[case[0] for case in CASES])
 def test_a_pass_takes_what_is_predicted(
     model_type: str, sections: dict[str, Any], sources: int, tmp_path: Path
@@ -47,6 +47,7 @@ def test_a_pass_takes_what_is_predicted(
     assert predicted.host_peak > 0 or "experts_on" not in sections["model"]
 
 
+@pytest.mark.full
 def test_layers_that_are_alike_stand_for_each_other(tmp_path: Path) -> None:
     config = toy_run(write_toy(tmp_path / "toy", "mixtral", num_hidden_layers=6), "mixtral", LORA)
     run = resolve(to_score(config), "cuda")

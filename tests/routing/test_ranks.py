@@ -33,6 +33,7 @@ def alone(small_model: Path, odd_data: Path) -> str:
     return text
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("number", "layouts"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.full)], ids=["two", "four"]
 )

@@ -71,6 +71,7 @@ def test_experts_may_be_on_the_host(whole: Scores, small_model: Path, small_data
     assert (other.expert_load, other.layers) == (whole.expert_load, whole.layers)
 
 
+@pytest.mark.full
 def test_scores_begin_where_training_does(
     whole: Scores, small_model: Path, small_data: Path, tmp_path: Path, moetune: Moetune
 ) -> None:

@@ -82,6 +82,7 @@ def test_peak_memory_is_in_the_metrics(configure: small.Configure) -> None:
     assert all(line["peak_allocated"] > 0 for line in lines)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapt", thinned(small.ADAPT, len(small.ADAPT)))
 def test_four_rows_a_step_however_they_are_cut(adapt: str, configure: small.Configure, tmp_path: Path) -> None:
     """4 × 1, 2 × 2 and 1 × 4, over the end of the data, where a step has two rows."""

@@ -154,7 +154,7 @@ def never_killed(noisy_model: Path, small_data: Path, tmp_path_factory: pytest.T
     return trained(noisy_model, small_data, tmp_path_factory.mktemp("reference"), TRAIN)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("moment", thinned(MOMENTS, 3, ("within the first checkpoint",)))
 def test_killed_and_resumed(moment: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
     run = elsewhere(never_killed, tmp_path / "run")
@@ -189,6 +189,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_runs_killed_and_resumed(other: str, noisy_model: Path, small_data: Path, tmp_path: Path) -> None:

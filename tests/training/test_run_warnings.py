@@ -55,6 +55,7 @@ def test_a_warmup_that_has_not_begun_is_none(configure: small.Configure, capsys:
     assert said(capsys) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("sections", "note"),
     [
@@ -73,6 +74,7 @@ def test_a_setting_that_changes_nothing(
     assert [note is not None and note in line for line in said(capsys)] == [True] * (note is not None)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "value", "note"),
     [
@@ -99,6 +101,7 @@ def test_a_loss_that_only_the_configuration_asks_for(coefficient: Any, tmp_path:
     assert ["router_aux_loss is 0" in note for note in said(capsys)] == [True] * (coefficient == 0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("dtype", "is_said"), [("bf16", True), ("fp16", False), ("fp32", False)])
 def test_a_checkpoint_in_float16_that_is_rounded(dtype: str, is_said: bool, tmp_path: Path, capsys: Err) -> None:
     model, data = small.write_model(tmp_path / "model"), small.write_data(tmp_path / "data.jsonl")

@@ -38,6 +38,7 @@ def test_one_figure_is_said_and_it_is_of_the_runs_own_routing(
     assert line.endswith(" with those of the data")  # which are not packed
 
 
+@pytest.mark.full
 def test_what_a_run_does_between_its_steps_is_no_part_of_what_is_compared(
     small_model: Path, small_data: Path, tmp_path: Path
 ) -> None:

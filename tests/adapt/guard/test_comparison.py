@@ -42,6 +42,7 @@ def test_all_kernels_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict_of(monkeypatch, "say('gated'); say(); end()") == Verdict({})
 
 
+@pytest.mark.full
 def test_a_kernel_that_ends_its_process_and_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a child of its own; the third child compares the rest."""
     monkeypatch.setattr(comparison, "LIMIT", 2.0)

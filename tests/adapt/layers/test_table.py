@@ -37,6 +37,7 @@ TABLES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model_type", thinned(TABLES, 9, ("inkling_text", "gpt2")))
 def test_losses_and_gradients_are_those_of_a_table_on_the_gpu(model_type: str, tmp_path: Path) -> None:
     for number, model in enumerate(({}, HOST)):

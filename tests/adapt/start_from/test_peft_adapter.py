@@ -83,6 +83,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", MISMATCHES)
 def test_a_mismatch_is_named_and_changes_nothing(kind: str, stock_run: tuple[ToyRun, Path]) -> None:
     run, adapter = stock_run

@@ -104,6 +104,7 @@ def test_mxfp4_packed_otherwise_is_packing_what_it_stands_for(
         assert all(torch.equal(bank.state_dict()[key], value) for key, value in found[name].state_dict().items())
 
 
+@pytest.mark.full
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kind", "base", "adapt"),
@@ -226,6 +227,7 @@ KEPT: dict[str, tuple[Callable[..., Path], Callable[..., torch.Tensor], tuple[di
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("base", "options", "model_type", "dtype"),
     [
@@ -337,7 +339,7 @@ IN_4BIT = functools.partial(write_4bit, model_type="mixtral", hidden_size=64)
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("write", "part", "poison"),
     [

@@ -105,7 +105,7 @@ def check_export(run: ToyRun, adapter: Path) -> PeftModel:
     return model
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("case", thinned(CASES, 2))
 def test_stock_peft_computes_the_same_and_the_adapter_comes_back(case: str, tmp_path: Path) -> None:
     run = make_run(CASES[case][0], tmp_path, CASES[case][1])
@@ -159,6 +159,7 @@ def test_a_checkpoint_that_comes_later_is_not_what_was_opened(tmp_path: Path) ->
     assert_holds(again, run.path / "checkpoints" / "step-7" / TRAINED_FILE)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("model_type", "adapt", "message", "format_"),
     [

@@ -52,6 +52,7 @@ def kept_of(run: runs.ToyRun, out: Path, merged: Path) -> float:
     return along / norm
 
 
+@pytest.mark.full
 @pytest.mark.one_in(14)
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_a_published_format_is_written_again(kind: str, tmp_path: Path) -> None:
@@ -124,6 +125,7 @@ def of_stock(folder: Path, into: str) -> tuple[nn.Module, set[str]]:
     return model, {name for name, _ in model.named_parameters() if into == "nvfp4" and ".experts." in name}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("base", "into"),
     [

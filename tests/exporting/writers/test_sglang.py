@@ -15,6 +15,7 @@ from tests.exporting.runs import tensors_of, write_base, write_run
 LORA: dict[str, Any] = {"rank": 2, "alpha": 5, "targets": ["attention", "experts"]}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("model_type", "gate_up"), [("mixtral", "fused"), ("qwen3_moe", "split")])
 def test_outer_factors_are_stored_once_and_everything_else_by_expert(
     model_type: str, gate_up: str, tmp_path: Path

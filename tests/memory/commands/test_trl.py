@@ -168,6 +168,7 @@ def test_a_real_run(kind: str, part: str, more: dict[str, Any], passes: int, toy
     )
 
 
+@pytest.mark.full
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("model_type", "part", "more", "train", "every", "between"),
@@ -228,6 +229,7 @@ def test_a_real_run_with_completions_from_vllm(toy: Path) -> None:
     assert dict(traced.phases()).keys() == {"reference", "forward", "backward", "optimizer"}
 
 
+@pytest.mark.full
 def test_the_report_and_the_part_of_the_card_that_vllm_takes(toy: Path) -> None:
     run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, hardware={"gpu": "l40s"})
 
@@ -262,6 +264,7 @@ def test_the_report_and_the_part_of_the_card_that_vllm_takes(toy: Path) -> None:
             predicted(use_vllm=True, **more)
 
 
+@pytest.mark.full
 @pytest.mark.one_in(15)
 @pytest.mark.parametrize("part", ["router", "experts", "lora"])
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "grpo"])
@@ -279,7 +282,8 @@ def test_a_few_layers_stand_for_all(kind: Any, part: str, tmp_path: Path) -> Non
     assert short.host_peak == whole.host_peak
 
 
-@pytest.mark.parametrize("auto", ["checkpointing", pytest.param("keep_rows", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("auto", ["checkpointing", "keep_rows"])
 def test_nothing_is_kept_that_a_real_run_does_not_keep(auto: str, toy: Path) -> None:
     """A model that is built for TRL is not settled by a card."""
     run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, train={auto: "auto"}, hardware={"gpu": "24GiB"})

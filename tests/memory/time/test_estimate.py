@@ -93,13 +93,8 @@ def test_every_point_lies_in_the_range(number: int) -> None:
     assert SPREAD.fast < point["seconds"] / estimated(point, *fitted(others)) < SPREAD.slow
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        pytest.param(point, id=point["name"], marks=[] if "1 × 4,096" in point["name"] else pytest.mark.full)
-        for point in POINTS
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("point", [pytest.param(point, id=point["name"]) for point in POINTS])
 def test_the_work_of_a_point_is_what_a_trace_counts(point: dict[str, Any]) -> None:
     assert traced(point) == point["work"], "run scripts/bench/step_times.py --trace"
 

@@ -182,6 +182,7 @@ def test_micro_batches_layer_by_layer(case: str, tmp_path: Path) -> None:
     assert next(reserved) == next(reserved)
 
 
+@pytest.mark.full
 @pytest.mark.one_in(20)
 @pytest.mark.parametrize("case", CASES)
 def test_first_step_that_only_creates_states(case: str, tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def _only_reserved_differs(config: RunConfig, quick: Trace, both_steps: Trace) -
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "layout", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )

@@ -75,6 +75,7 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
     assert_alike(toy_run(toys[model_type], model_type, adapt, **sections))
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("experts_on", ["gpu", "host"])
 @small_linears_are_quantized()
@@ -128,9 +129,8 @@ def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path
     assert_alike(config)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "nvfp4" else pytest.mark.full) for kind in ROUNDED]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_so_they_do_where_merged_weights_are_rounded(kind: str, tmp_path: Path) -> None:
     into, write, adapt = ROUNDED[kind]
     folder = write(tmp_path / "base")
@@ -221,6 +221,7 @@ def test_parts_sum_to_the_peak_and_the_timeline_reaches_it(toys: dict[str, Path]
     assert sum(allocation.bytes for allocation in traced.moment(10_000).largest) == parts.total
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("routing", ["skew:2", "worst"])
 def test_uneven_routing_takes_more(toys: dict[str, Path], routing: str) -> None:
     """Of experts that are worked on one at a time: a group's rows are as many, however they are spread over it."""

@@ -131,6 +131,7 @@ def test_they_stay_unless_it_is_asked_for(base: Path, small_data: Path, tmp_path
     assert not biases(tmp_path / "run/checkpoints/step-1/trained.safetensors")
 
 
+@pytest.mark.full
 def test_ranks_update_by_the_load_of_all(base: Path, small_data: Path) -> None:
     config = run_config(base, small_data, Path("unused"), accumulate=1)
     two = small.run_config(

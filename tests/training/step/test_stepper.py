@@ -99,6 +99,7 @@ def test_in_float32_fused_is_unfused(name: str, clip: float, small_model: Path) 
         torch.testing.assert_close(fused.weights()[key], weight, rtol=0, atol=apart, msg=key)
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(UNPAGED, 6))
@@ -170,7 +171,7 @@ def test_a_broken_gradient_stops_the_run_by_name(value: float, optimizer: str, c
     assert all(weight.isfinite().all() for weight in run.weights().values())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("optimizer", ["adamw", "lomo"])
 def test_a_broken_step_is_skipped_and_counted(optimizer: str, clip: float, small_model: Path) -> None:
@@ -238,7 +239,7 @@ MATRIX = 4 * 2 * 96 * 64  # bytes of one expert's gate and up projections, float
 EXPERT = 4 * 3 * 96 * 64
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("name", "clip", "checkpointing"),
     in_pairs(["lomo", "adalomo", "adamw", "adamw8bit"], [0.0, 1.0], ["none", "full"]),
@@ -254,6 +255,7 @@ def test_fused_gradients_are_one_matrix(name: str, clip: float, checkpointing: s
 # --- float16 ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(UNPAGED, 6))
@@ -271,6 +273,7 @@ def test_in_float16_losses_and_norms_are_those_of_float32(name: str, small_model
         assert run.stepper.skipped == 0
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("optimizer", [{"name": "lomo"}, {"name": "adamw", "master_weights": "fp32"}])
 def test_an_overflow_halves_the_scale_and_changes_no_weight(optimizer: dict[str, Any], small_model: Path) -> None:
@@ -390,6 +393,7 @@ def test_a_norm_is_taken_in_float32(small_model: Path) -> None:
     assert run.norms[0] > 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_bound_is_of_the_whole_step(offload: bool, small_model: Path) -> None:
     """Micro-steps add up before their sum is bounded, on the host as on the device."""
