@@ -140,6 +140,7 @@ def test_held_out_loss_is_that_of_the_merged_checkpoint(
     assert abs(plain.exported_loss - held_out) > 2e-5
 
 
+@pytest.mark.full
 def test_other_exports_say_what_it_was_trained_for(tmp_path: Path) -> None:
     into, write, _ = CASES["16 bits, int4"]
     run = write_run(tmp_path / "run", write(tmp_path / "base"), {"lora": LORA | {"ids": "all"}}, merge_into=into)

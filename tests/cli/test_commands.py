@@ -60,6 +60,7 @@ def test_python_m_moetune_is_the_script() -> None:
     assert json.loads(process.stdout)["schema"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isatty", [True, False])
 def test_other_libraries_bars_are_for_terminals(isatty: bool) -> None:
     code = (

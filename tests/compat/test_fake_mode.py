@@ -28,7 +28,8 @@ def test_torch_has_no_fused_sgd_for_fake_tensors() -> None:
         torch.optim.SGD([weight], lr=0.1, fused=True).step()
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", pytest.param("qwen3_next", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_next"])
 def test_a_trace_is_that_of_torchs_own_mode(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every storage, and in the operation, module and phase that made it."""
     lora = {"rank": 4, "alpha": 8, "targets": ["attention", "experts"], "ids": [1]}

@@ -98,7 +98,7 @@ def test_a_merged_checkpoint_has_frozen_weights_as_transformers_unpacks_them(run
         assert torch.equal(found[down][[1, 2]], expected[down][[1, 2]])
 
 
-@pytest.mark.one_in(14)
+@pytest.mark.one_in(28)
 @pytest.mark.parametrize(
     ("kind", "adapt"),
     [("4bit", "full"), ("4bit", "lora"), ("fp8", "full"), ("fp8", "both"), ("nvfp4", "both")]

@@ -280,6 +280,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ToyRun]:
     return run
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["both", "head alone"])
 def test_one_tensor_is_one_under_whichever_name(how: str, runs: Callable[[str], ToyRun], tmp_path: Path) -> None:
@@ -297,6 +298,7 @@ def test_one_tensor_is_one_under_whichever_name(how: str, runs: Callable[[str], 
     assert_same(merged(run.base, tmp_path / "adapter", tmp_path / "untied"), expected)
 
 
+@pytest.mark.full
 def test_a_delta_is_not_applied_where_another_tensor_would_change_with_it(
     runs: Callable[[str], ToyRun], tmp_path: Path
 ) -> None:

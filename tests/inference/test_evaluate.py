@@ -75,6 +75,7 @@ def test_run_merged_and_adapter_agree(base: str, tolerance: float, run: Callable
     assert (tmp_path / "merged" / "chat_template.jinja").read_text() == TEMPLATE
 
 
+@pytest.mark.full
 def test_a_run_writes_what_its_merged_checkpoint_writes(run: Callable[..., Path], tmp_path: Path) -> None:
     folder = run("lora", "fp32")
     merged = export(folder, "merged", tmp_path / "merged").out

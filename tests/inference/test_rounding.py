@@ -65,6 +65,7 @@ def loss_by_hand(model: Path, data: Path, folder: Path, layer: int, part: str, s
     return evaluate(str(folder), str(data)).loss
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("storage", ["nf4", "mxfp4"])
 def test_each_cost_is_that_of_a_model_rounded_by_hand(storage: Any, model: Path, data: Path, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def options(plan: Serving) -> dict[str, str]:
     return {word: after for word, after in pairwise(command) if word.startswith("--")}
 
 
+@pytest.mark.full
 def test_a_run_is_exported_and_its_rank_rounded_up(runs: Callable[[str], ToyRun]) -> None:
     run = runs("mixtral")
     plan = serving(str(run.path), "vllm", gpu="24GiB")
@@ -129,6 +130,7 @@ def test_a_name_with_separators_and_a_folder_that_is_here(
     assert module == {"name": "a=b,c", "path": str(run.path.resolve().with_name("run-served"))}
 
 
+@pytest.mark.full
 def test_no_file_is_made_in_the_catalog_or_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = serving("tiny-mixtral", "llama.cpp")
     assert options(plan)["--model"] == "tiny-mixtral.gguf"

@@ -66,6 +66,7 @@ def test_verdict(off: str, verdict: str) -> None:
     assert (report.least_headroom >= 0) is (verdict == "yes")
 
 
+@pytest.mark.full
 def test_the_routing_widens_the_range_by_what_it_may_take(tmp_path: Path) -> None:
     """Up to published scores where nothing is known; from balanced to the ends of their intervals for scores."""
     model = write_toy(tmp_path, "mixtral", hidden_size=256, intermediate_size=2048, num_hidden_layers=2)

@@ -85,6 +85,7 @@ def banks(config: RunConfig) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 def test_a_packed_base_gives_each_rank_its_own(small_model: Path, tmp_path: Path) -> None:
     quantize(str(small_model), out=tmp_path / "packed")
     (whole,) = world.run(1, banks, layouts.config_of({}, ("router", "nf4"), tmp_path / "packed"))

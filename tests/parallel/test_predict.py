@@ -111,6 +111,7 @@ def test_ranks_differ_by_which_experts_are_computed_together(tmp_path: Path) -> 
     assert second > first
 
 
+@pytest.mark.full
 def test_the_fullest_rank_may_be_any(tmp_path: Path) -> None:
     """A recorded load, under which the first rank receives most."""
     toy = write_toy(tmp_path, "mixtral", intermediate_size=512, num_hidden_layers=2)

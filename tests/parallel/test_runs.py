@@ -77,14 +77,15 @@ def test_any_number_of_rows(layout: str, count: int, small_model: Path, tmp_path
     assert_same_runs(tmp_path, 4)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapt", "optimizer", "layouts"),
     [
         ("experts", "adamw", ["ep 2", "alone", "zero 1"]),
-        pytest.param("shared", "adamw", ["fsdp 2", "alone", "ddp 2"], marks=pytest.mark.full),
-        pytest.param("lora", "adamw", ["fsdp 2", "ep 4", "alone"], marks=pytest.mark.full),
-        pytest.param("lora", "adamw8bit", ["ep 2", "alone"], marks=pytest.mark.full),
+        ("shared", "adamw", ["fsdp 2", "alone", "ddp 2"]),
+        ("lora", "adamw", ["fsdp 2", "ep 4", "alone"]),
+        ("lora", "adamw8bit", ["ep 2", "alone"]),
     ],
 )
 def test_other_ranks_go_on(

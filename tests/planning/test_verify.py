@@ -24,6 +24,7 @@ def config(small_data: Path, tmp_path: Path) -> RunConfig:
     return small.run_config(model, small_data, tmp_path / "run", adapt=adapt, train=settings, data={"packing": True})
 
 
+@pytest.mark.full
 def test_factors_in_bf16_and_shared_ones_are_predicted_to_the_byte(
     config: RunConfig, pytestconfig: pytest.Config
 ) -> None:

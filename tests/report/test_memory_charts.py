@@ -47,6 +47,7 @@ def test_a_card_far_larger_than_the_need_leaves_the_bars_readable() -> None:
     assert "far beyond this chart" in memory_chart(report).svg()
 
 
+@pytest.mark.full
 def test_odd_reports_are_drawn_without_a_warning() -> None:
     nothing = RankMemory(0, Parts(), 0, 0)
     ranks = tuple(rank(n, Parts(frozen_weights=n * GIB)) for n in range(20))

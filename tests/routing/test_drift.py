@@ -46,6 +46,7 @@ def sets_of(adapted: Adapted, data: Path) -> list[list[frozenset[int]]]:
     return found
 
 
+@pytest.mark.full
 def test_drift_is_that_of_the_models_own_logits(run: Path, small_model: Path, small_data: Path) -> None:
     found = drift(run, device="cpu")
     config = small.run_config(small_model, small_data, run, "experts", optimizer={"lr": 0.05})

@@ -171,6 +171,7 @@ def told_by(run: dict[str, Any], tmp_path: Path, room: int) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_within_a_checkpoint(with_room: dict[str, Any], tmp_path: Path) -> None:
     """Room for three checkpoints and half of the fourth."""
     checkpoint = pages(Path(with_room["output"]) / "checkpoints" / "step-4")

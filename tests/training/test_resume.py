@@ -203,6 +203,7 @@ def test_other_runs_killed_and_resumed(other: str, noisy_model: Path, small_data
     assert_same(run, reference)
 
 
+@pytest.mark.full
 def test_resumed_from_a_named_checkpoint(never_killed: dict[str, Any], tmp_path: Path) -> None:
     """What came after it is undone, so that a kill right then leaves a run that `auto` continues."""
     run = elsewhere(never_killed, tmp_path / "run")

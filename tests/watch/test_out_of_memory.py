@@ -102,6 +102,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", thinned(CASES, every=3))
 def test_the_run_goes_on_as_one_of_half_the_micro_batch(
     case: str, limited: Limited, noisy_model: Path, small_data: Path, tmp_path: Path

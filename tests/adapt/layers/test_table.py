@@ -82,6 +82,7 @@ def test_a_run_is_the_ordinary_run_to_its_export(model: Path, data: Path, tmp_pa
     assert isinstance(opened[1].model.get_input_embeddings(), HostTable)
 
 
+@pytest.mark.full
 def test_a_table_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the device: what is predicted for a GPU, in bf16, is the table less at its peak of loading."""
     monkeypatch.setattr("moetune.tensor_files._BLOCK", 2**12)

@@ -133,6 +133,7 @@ def test_what_a_run_exported_trains_on(
     assert second.eval_loss_after != second.eval_loss_before
 
 
+@pytest.mark.full
 def test_a_delta_on_the_packed_base_that_was_packed_from_its_own(
     small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def test_the_loss_is_that_of_a_model_rounded_by_hand(model_type: str, tmp_path: 
     )
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_on_disk_it_is_the_same(dtype: str, tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def traced(folder: Path, model_type: str, gpu: str | None, *, packing: bool, len
     return trace(config, gpu=None if gpu is None else find_gpu(gpu))
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("model_type", "packing"), in_pairs(["deepseek_v2", "deepseek_v3"], [True, False], every=2))
 def test_latent_attention_has_no_float32_scores_on_a_gpu(tmp_path: Path, model_type: str, packing: bool) -> None:

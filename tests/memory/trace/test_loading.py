@@ -36,6 +36,7 @@ def load(config: Any) -> LoadPeaks:
     return found
 
 
+@pytest.mark.full
 def test_a_report_has_them(tmp_path: Path) -> None:
     """Of a model that is shortened for it."""
     sections = {"model": {"dtype": "bf16", "experts_on": "host"}}

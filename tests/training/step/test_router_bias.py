@@ -111,6 +111,7 @@ def test_exports_have_them(base: Path, small_data: Path, trained: Path, tmp_path
         assert first[BIAS.format(layer)].equal(expected)
 
 
+@pytest.mark.full
 def test_an_adapter_has_them(base: Path, small_data: Path, tmp_path: Path) -> None:
     lora = {"rank": 2, "alpha": 4, "targets": ["q_b_proj", "experts"]}
     adapt = {"router": "2", "lora": lora}
