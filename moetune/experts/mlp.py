@@ -131,7 +131,7 @@ def _announced(experts: ExpertWeights, groups: Iterable[RowGroup], *, keeps: boo
         if hook is not None:
             hook(experts.expert_order[group.slots.start : group.slots.stop])
         kind = experts.kinds[group.slots.start]
-        if is_written is None or keeps or kind == "trained" or not is_written(experts, kind, group.gemm.counts):
+        if is_written is None or keeps or kind == "trained" or not is_written(experts, kind, group.counts):
             yield group
     if hook is not None:
         hook(())

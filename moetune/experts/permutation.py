@@ -6,6 +6,7 @@ slot is an expert's position in the order in which the experts are computed.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -20,15 +21,30 @@ class RowGroup:
     """The experts of consecutive slots and the token rows that are routed to them.
 
     Attributes:
-        gemm: grouped product over the N rows.
+        counts: each slot's number of rows; empty if the host does not know them.
         at: slice of these rows among all T·K sorted rows; None if they are all of them.
-        order: [N] flat positions token·K + choice of the rows, sorted by slot.
+        of_all, ends: `order` and `ends` of the layer's `Permutation`.
     """
 
     slots: range
-    gemm: GroupedGemm
+    counts: list[int]
     at: slice | None
-    order: Tensor
+    of_all: Tensor
+    ends: Tensor | None
+
+    @cached_property
+    def order(self) -> Tensor:
+        """[N] flat positions token·K + choice of the rows, sorted by slot."""
+        return self.of_all if self.at is None else self.of_all[self.at]
+
+    @cached_property
+    def gemm(self) -> GroupedGemm:
+        """The grouped product over the N rows."""
+        if self.at is None:
+            return GroupedGemm([], self.ends)
+        if len(self.slots) == 1 or self.ends is None:
+            return GroupedGemm(self.counts, None)
+        return GroupedGemm(self.counts, self.ends[self.slots.start : self.slots.stop])
 
 
 @dataclass(frozen=True)
@@ -51,15 +67,13 @@ class Permutation:
         """Yield a `RowGroup` for each range of slots that has at least one row."""
         groups = [group for group in slots if self.has_rows(group)]
         if (counts := self.counts) is None:
-            yield from (RowGroup(group, GroupedGemm([], self.ends), None, self.order) for group in groups)
+            yield from (RowGroup(group, [], None, self.order, self.ends) for group in groups)
             return
         ends = self._ends(counts, groups)
         starts = [0, *accumulate(counts)]
         for group in groups:
-            own = slice(group.start, group.stop)
-            gemm = GroupedGemm(counts[own], None if len(group) == 1 or ends is None else ends[own])
             at = slice(starts[group.start], starts[group.stop])
-            yield RowGroup(group, gemm, at, self.order[at])
+            yield RowGroup(group, counts[group.start : group.stop], at, self.order, ends)
 
     def has_rows(self, slots: range) -> bool:
         """Return whether a group of slots has at least one row."""

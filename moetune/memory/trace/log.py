@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from moetune.memory.report import PartName, Phase
 from moetune.memory.time.work import Done
 from moetune.parallel.messages import Message
@@ -19,7 +21,7 @@ class Block:
         phase: phase in which the storage was allocated.
         module: path of the innermost named module that was running; empty if none was, or if `op` is a label.
         op: name of the operation that allocated the storage; for weights and optimizer states a label for the report.
-        born, died: indices in `Log.entries` of the allocation and of the release; None if the storage outlives the
+        born, died: indices in the tracker's log of the allocation and of the release; None if the storage outlives the
             trace.
         on_host: whether this is host memory, which does not count towards the device's peak.
         fetched: whether this is a copy on the device of a tensor in host memory.
@@ -41,13 +43,6 @@ class Block:
     managed: bool = False
     layer: int | None = None
     in_bank: bool = False
-
-    def at(self, born: int, died: int | None) -> "Block":
-        """Return this block with other places in a log; `dataclasses.replace` takes five times as long."""
-        return Block(
-            self.bytes, self.part, self.phase, self.module, self.op, born, died,
-            self.on_host, self.fetched, self.managed, self.layer, self.in_bank,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -136,3 +131,11 @@ class Log:
     turns: list[Turn] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
+
+    def lifetimes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices in `entries` of each block's allocation and of its release, -1 without one: [blocks]."""
+        entries = np.array(self.entries, dtype=np.int64)
+        births, releases = np.flatnonzero(entries >= 0), np.flatnonzero(entries < 0)
+        born, died = np.full((2, len(self.blocks)), -1)
+        born[entries[births]], died[~entries[releases]] = births, releases
+        return born, died

@@ -131,19 +131,20 @@ class Owners:
         self.stretches = stretches_of_turns(log) if turns else stretches(log, kept)
         lengths = [stretch.stop - stretch.start for stretch in self.stretches]
         self.stretch_at = np.repeat(np.arange(len(lengths)), lengths)
-        self._layers = layers = np.array([stretch.layer for stretch in self.stretches], dtype=np.int64)[self.stretch_at]
-        self.born = layers[[block.born for block in log.blocks]]
-        place = {} if turns else {layer: index for index, layer in enumerate(kept)}
-        self.of = np.array(
-            [
-                born if block.layer is None or not place else place[block.layer]
-                for born, block in zip(self.born.tolist(), log.blocks, strict=True)
-            ],
-            dtype=np.int64,
-        )
+        layers = np.array([stretch.layer for stretch in self.stretches], dtype=np.int64)[self.stretch_at]
+        born, died = log.lifetimes()
+        self._born, self._died = born, died
+        self.born = layers[born]
+        self._ended = layers[np.where(died < 0, born, died)]
+        self.of = self.born.copy()
         if turns:  # what micro-batches add up to is allocated once
-            outlives = [b.died is None or layers[b.died] == OUTSIDE for b in log.blocks]
-            self.of[[b.part == "gradients" and alone for b, alone in zip(log.blocks, outlives, strict=True)]] = OUTSIDE
+            gradients = np.array([block.part == "gradients" for block in log.blocks], dtype=bool)
+            self.of[gradients & ((died < 0) | (self._ended == OUTSIDE))] = OUTSIDE
+        elif kept:
+            place = {layer: index for index, layer in enumerate(kept)}
+            for number, block in enumerate(log.blocks):
+                if block.layer is not None:
+                    self.of[number] = place[block.layer]
 
     @cached_property
     def _roles(self) -> tuple[dict[int, tuple[Hashable, int]], dict[tuple[int, Hashable, int], int]]:
@@ -153,19 +154,18 @@ class Owners:
         roles: dict[int, tuple[Hashable, int]] = {}
         in_role: dict[tuple[int, Hashable, int], int] = {}
         stretch_at = self.stretch_at.tolist()
-        ended = self._layers[[block.born if block.died is None else block.died for block in self.log.blocks]]
 
-        def where(at: int | None, layer: int) -> Hashable:
+        def where(at: int, layer: int) -> Hashable:
             """Describe where in the log the entry with this index is, seen from a layer: the pass and the distance of
-            its layer, or the stretch outside of layers; None if there is no entry."""
-            if at is None:
+            its layer, or the stretch outside of layers; None if there is no entry (-1)."""
+            if at < 0:
                 return None
             stretch = self.stretches[stretch_at[at]]
             return ("outside", stretch_at[at]) if stretch.layer == OUTSIDE else (stretch.number, stretch.layer - layer)
 
-        for number in np.flatnonzero((self.born != self.of) | (ended != self.of)).tolist():
+        for number in np.flatnonzero((self.born != self.of) | (self._ended != self.of)).tolist():
             block, layer = self.log.blocks[number], int(self.of[number])
-            when = where(block.born, layer), where(block.died, layer)
+            when = where(int(self._born[number]), layer), where(int(self._died[number]), layer)
             role = (*when, block.op, block.bytes, block.on_host, block.fetched)
             before = seen[layer, role]
             seen[layer, role] = before + 1
@@ -261,16 +261,16 @@ def all_turns(log: Log, like: Sequence[int]) -> Log:
     For each micro-batch of the step, `like` is the number of the one that ran that stands for it.
     """
     events = Events.of(log, range(max(like) + 1), like, turns=True)
-    at, end, count = events.at.tolist(), len(events.signs), Counter[int | None]((OUTSIDE, None, *like))
-    first = {block: storage for storage, block in reversed([*enumerate(events.like.tolist())])}
-    lifetimes = zip(events.like.tolist(), events.born.tolist(), events.died.tolist(), strict=True)
+    at, count = events.at.tolist(), Counter[int | None]((OUTSIDE, None, *like))
+    blocks, storages = np.unique(events.like, return_index=True)
+    first = dict(zip(blocks.tolist(), storages.tolist(), strict=True))
 
     def moved(record: Any) -> Any:
         block = None if record.block is None else first[record.block]
         return record._replace(at=at[record.at], block=block)
 
     return Log(
-        [log.blocks[own].at(born, None if died == end else died) for own, born, died in lifetimes],
+        [log.blocks[own] for own in events.like.tolist()],
         np.where(events.signs > 0, events.storages, ~events.storages).tolist(),
         [replace(mark, at=event) for event, mark, *_ in events.marks],
         [cut._replace(at=at[cut.at]) for cut in log.cuts],

@@ -19,7 +19,7 @@ LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention",
 EXPERTS: dict[str, Any] = {"experts": {"layers": "all", "ids": [1, 2]}, "router": "all"}
 MIXED: dict[str, Any] = {**EXPERTS, "lora": {**LORA["lora"], "ids": [3, 4, 5]}}
 ON_HOST = {"model": {"experts_on": "host"}, "train": {"accumulate": 3, "layer_by_layer": True}}
-KEEPS_ROWS = {"train": {"keep_rows": 2, "accumulate": 2}}
+KEEPS_ROWS = {"train": {"keep_rows": 1, "accumulate": 2}}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "routers": ("mixtral", {"router": "all"}, {}),
     "lora": ("mixtral", LORA, {"train": {"accumulate": 2}}),
