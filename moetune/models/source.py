@@ -30,7 +30,7 @@ from moetune.models.hub.snapshot import download, downloaded
 from moetune.models.quantized_manifest import REST, QuantizedManifest, read_quantized_manifest
 from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
-from moetune.tensor_files import Stored, read_header
+from moetune.tensor_files import Stored, of_another_format, read_header
 
 _DERIVED = ("head_dim", "sliding_window")
 """Settings that transformers computes from others of some types, which the checkpoint's shapes or a flag agree with."""
@@ -173,7 +173,10 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise UserError(f"model {path!r}: no config.json in it; give the folder that from_pretrained would load")
+        raise UserError(
+            f"model {path!r}: no config.json in it; give the folder that from_pretrained would load"
+            f"{of_another_format(folder)}"
+        )
     if (folder / "adapter_model.safetensors").is_file():
         raise UserError(
             f"model {path!r} holds an adapter beside its config.json, which would not be read; move the "

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrain
 from moetune.compat.transformers import set_attention
 from moetune.errors import UserError, one_line
 from moetune.models.components import Component, Landmarks
-from moetune.models.dry_run import unknown_rope_type
+from moetune.models.dry_run import count_lists, unknown_rope_type
 from moetune.models.moe import (
     MoeLayer,
     expert_parameters,
@@ -139,6 +139,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             "type's queries in full rank, which are not those of the checkpoint"
         )
     config = copy.deepcopy(config)
+    count_lists(config)
     set_attention(config, "eager")  # config.json may name an implementation whose package is not installed here
     try:
         with torch.device("meta"):

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from moetune.errors import UserError, reading
 from moetune.training.data.chats.chat_template import ChatTemplate, Written
 from moetune.training.data.chats.marks import REASONING
+from moetune.training.data.chats.thinking import refuse_cut
 from moetune.training.data.chats.tool_calls import checked_tools
 from moetune.training.data.conversion import (
     alpaca_chat,
@@ -141,7 +142,10 @@ class Encoder:
         if lost := [key for key in ("system", "history", "tools", *REASONING) if record.get(key)]:
             raise MalformedError(f"{' and '.join(lost)} beside prompt and completion would be lost; write messages")
         # Tokenized separately, so that no token has characters of both prompt and completion.
-        prompt = begun(self._bos, self._tokens(checked_text(record["prompt"], "prompt")))
+        completion = checked_text(record["completion"], "completion")
+        asked = checked_text(record["prompt"], "prompt")
+        refuse_cut("<think>" * asked.rstrip().endswith("<think>") + completion, "completion")
+        prompt = begun(self._bos, self._tokens(asked))
         ids = _joined(prompt, self._ended(self._checked(record, "completion")))
         return ids, np.arange(len(ids)) >= len(prompt)
 

@@ -46,6 +46,19 @@ def checked_list(value: object, what: str) -> list[Any]:
     return value
 
 
+def by_rows(value: Any, what: str) -> Any:
+    """Return a list of objects that is kept by keys, `{"role": […], "content": […]}`, as `datasets` writes it; any
+    other value as it is. Raise `MalformedError` if the lists differ in length."""
+    if not isinstance(value, dict) or not value or not all(isinstance(column, list) for column in value.values()):
+        return value
+    if len({*map(len, value.values())}) > 1:
+        lengths = ", ".join(f"{len(column)} of {key}" for key, column in value.items())
+        raise MalformedError(
+            f"{what} is an object of lists that do not go together ({lengths}); write a list of objects"
+        )
+    return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+
+
 def checked_object(value: object, what: str) -> dict[str, Any]:
     """Return an object that is given as it is or as JSON text; `what` names it in messages.
 
