@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from moetune.tensor_files import Stored, of_another_format, read_header
 
 _DERIVED = ("head_dim", "sliding_window")
 """Settings that transformers computes from others of some types, which the checkpoint's shapes or a flag agree with."""
+_NEARLY = 0.9
+"""Similarity from which on a setting that a type lacks is taken for one of its own, misspelled."""
 _MOST_LAYERS = 1000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -216,6 +219,10 @@ def _ignored(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
         for key, value in section.items():
             taken = settings.get(part.attribute_map.get(key, key))
             numbers = isinstance(value, int | float) and isinstance(taken, int | float)
+            known = {*part.__dataclass_fields__, *part.attribute_map, *part.attribute_map.values()}
+            near = () if key in known else get_close_matches(key, known - section.keys(), 1, _NEARLY)
+            if near and isinstance(value, int | float) and value != getattr(part, near[0]):
+                yield f"says {key}: {shown(value)}, which {part.model_type!r} does not have; correct it to {near[0]}"
             if numbers and value != taken and key not in _DERIVED:
                 yield f"says {key}: {shown(value)}, and transformers takes {shown(taken)}, by another key; remove one"
         ropes = getattr(part, "rope_parameters", None) or {}

@@ -139,11 +139,11 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             "type's queries in full rank, which are not those of the checkpoint"
         )
     config = copy.deepcopy(config)
-    count_lists(config)
     set_attention(config, "eager")  # config.json may name an implementation whose package is not installed here
     try:
         with torch.device("meta"):
             auto = auto_class(config)
+            count_lists(config)
             model: PreTrainedModel = auto.from_config(config)
     except ImportError as error:
         raise UserError(f"model type {name!r} needs a package that is not installed: {one_line(error)}") from error

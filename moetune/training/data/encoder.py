@@ -9,6 +9,7 @@ A label has the same position as its token; the loss shifts the labels by one.
 """
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -70,6 +71,8 @@ class Encoder:
     Attributes:
         unread: keys of the records that were encoded, or of their messages, whose values are not read.
         undeclared: names of the tools that chats call and do not declare, of each such chat one.
+        spelled: special tokens that contents of messages spell, and so become.
+        unanswered: number of chats that do not end with the assistant.
 
     Raises:
         UserError: the tokenizer lacks what the format needs: an end-of-sequence token or, for chats, a chat template
@@ -80,6 +83,10 @@ class Encoder:
         self.tokenizer, self.format = tokenizer, format
         self.unread: set[str] = set()
         self.undeclared: list[str] = []
+        self.spelled: set[str] = set()
+        self.unanswered = 0
+        special = (re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._special = re.compile("|".join(special) or r"(?!)")
         self._template: ChatTemplate | None = None
         if format in ("chat", "sharegpt") or (format == "alpaca" and tokenizer.chat_template):
             if not tokenizer.is_fast:
@@ -119,6 +126,8 @@ class Encoder:
                 declared = {tool["function"]["name"] for tool in tools or ()}
                 called = [call["function"]["name"] for turn in messages for call in turn.get("tool_calls") or ()]
                 self.undeclared += [name for name in called if name not in declared][:1]
+                self.spelled.update(*(self._special.findall(message["content"]) for message in messages))
+                self.unanswered += messages[-1]["role"] != "assistant"
                 written = self._template.write(messages, tools)
                 self.unread |= {f"{key} (of messages)" for key in self._template.unread_keys(messages)}
                 parts = [self._spanned(text, spans) for text, spans in written.texts]

@@ -145,6 +145,10 @@ def read_documents(
         note(
             f"{source.name!r}: {counted(len(names), 'chat')} with calls of tools that its `tools` lacks, as {names[0]}"
         )
+    if encoder is not None and (spelled := sorted(encoder.spelled)):
+        note(f"{source.name!r}: messages spell special tokens, and become them: {', '.join(first_of(spelled))}")
+    if encoder is not None and encoder.unanswered:
+        note(f"{source.name!r}: {counted(encoder.unanswered, 'chat')} ending with a message that nobody answers")
     return Reading(np.arange(first, len(documents)), np.array(records, dtype=np.int64), tally)
 
 

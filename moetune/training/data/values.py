@@ -35,12 +35,12 @@ def checked_text(value: object, what: str) -> str:
 
 
 def checked_list(value: object, what: str) -> list[Any]:
-    """Return a list that is given as it is or as JSON text; `what` names it in messages.
+    """Return a list that is given as it is, by keys (`by_rows`) or as JSON text; `what` names it in messages.
 
     Raises:
         MalformedError: `value` is neither, or an object in the text has a key twice.
     """
-    value = parsed(value, what) if isinstance(value, str) else value
+    value = by_rows(parsed(value, what) if isinstance(value, str) else value, what)
     if not isinstance(value, list):
         raise MalformedError(f"{what} is {kind(value)}, not a list")
     return value

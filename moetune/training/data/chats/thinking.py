@@ -123,7 +123,7 @@ class Thinking:
             begun = (
                 (begin + len(prompt), setting)
                 for prompt, setting in self._prompts.items()
-                for begin in range(max(0, low - len(prompt)), low)
+                for begin in range(max(0, low - len(prompt)), low + 1)
                 if text.startswith(prompt, begin)
             )
             start, setting = next(begun, (low, ""))  # of the longest prompt
