@@ -81,7 +81,7 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
             )
         with suppress(Exception):  # where transformers fails, nothing else is read in silence
             auto = AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
-            if auto(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
+            if auto(_PROBE, verbose=False)["input_ids"] != tokenizer(_PROBE, verbose=False)["input_ids"]:
                 note(
                     f"{folder}: what transformers 5 makes of it, and servers with it, is a {type(auto).__name__} that "
                     "gives other tokens than tokenizer.json, which is read here: set tokenizer_class: "

@@ -144,6 +144,13 @@ def test_a_header_within_the_marks_is_not_the_assistants(tmp_path):
     )
 
 
+def test_characters_that_a_tokenizer_does_not_know_are_counted(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"unk_token": "<unk>"})
+    counts = load(write(tmp_path / "data.jsonl", {"text": "a<unk>b<unk>"}), tokenizer, length=64).counts
+    assert counts.unread == ("2 tokens for characters that the tokenizer does not know (its unk_token)",)
+
+
 def test_the_same_input_gives_the_same_bytes(tmp_path):
     file = write(tmp_path / "data.jsonl", *({"text": "x" * n} for n in range(1, 40)))
     first, again = (load(file, make_tokenizer(), 32, eval=file) for _ in range(2))
