@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -97,6 +98,12 @@ def test_what_is_not_read_of_records_is_said(tmp_path):
     assert counts.unread == (f"{str(file)!r}: keys whose values are not read: {keys}",)
     file.write_text(json.dumps({"prompt": "a", "completion": "b"}))
     assert load(file, make_tokenizer(CHATML), 64).counts.unread == ()
+
+
+def test_texts_that_other_programs_damaged_are_counted(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "\\frac{1}{2} caf\\ufffd"}\n{"text": " NaN"}\n{"text": "a banana"}')
+    said = "\n".join(load(tmp_path / "data.jsonl", make_tokenizer(CHATML), 64).counts.unread)
+    assert re.findall(r"1 text with .*(U\+FFFD|frac|nan),?", said) == ["U+FFFD", "frac", "nan"]
 
 
 def test_calls_of_tools_that_a_chat_does_not_declare_are_counted(tmp_path):
