@@ -114,6 +114,16 @@ class Stored:
         """Read the whole tensor, in its own shape, to `device`."""
         return self.rows(device=device).reshape(self.shape)
 
+    def is_blank(self) -> bool:
+        """Return whether the file has only zeros at the beginning, in the middle and at the end of the tensor."""
+        size = min(4096, self.nbytes)
+        with self.file.open("rb") as file:
+            for at in (0, (self.nbytes - size) // 2, self.nbytes - size):
+                file.seek(self.offset + at)
+                if any(file.read(size)):
+                    return False
+        return True
+
     def write(self, rows: Tensor, start: int = 0) -> None:
         """Overwrite rows of the file from `start` on with the CPU tensor `rows` [n, ...], cast to the file's dtype."""
         assert tuple(rows.shape[1:]) == self.row_shape, (tuple(rows.shape), self.shape)
