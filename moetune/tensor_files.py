@@ -204,6 +204,8 @@ def of_another_format(folder: Path) -> str:
     """Return `; it holds NAME, …`, weights in another format and how to get them in this one; "" if there are none."""
     for pattern, remedy in _OTHER_FORMATS.items():
         for path in sorted(folder.glob("*")):
+            if path.name in (SINGLE_FILE, INDEX_FILE):
+                return f"; {path.name} is a link to what is not there: download it again"
             if re.fullmatch(pattern, path.name):
                 return f"; it holds {path.name}: {remedy.format(folder)}"
     return ""

@@ -143,6 +143,12 @@ def test_two_checkpoints_in_a_folder_are_refused(tmp_path: Path) -> None:
         weight_files(tmp_path)
 
 
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(UserError, match=r"model\.safetensors is a link to what is not there"):
+        weight_files(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [

@@ -21,7 +21,7 @@ from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
 from moetune.run.resolve import ResolvedModel
-from moetune.tensor_files import NAMES, Stored
+from moetune.tensor_files import NAMES, Stored, weight_files
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Safetensors dtypes that a tensor of weights may have if it is not in a quantized format."""
@@ -79,6 +79,9 @@ class CheckpointReader:
             if zeros := [key for key, x in matrices.items() if not key.endswith("bias") and x.is_blank()]:
                 what = f"{counted(len(zeros), 'tensor')} of {name!r}, as {zeros[0]}"
                 note(f"only zeros in {what}: a file that was not downloaded whole looks so")
+            others = {*folder.glob("*.safetensors")}.difference(weight_files(folder)) if tensors is None else ()
+            if unread := sorted(file.name for file in others if not file.name.startswith("consolidated")):
+                note(f"{folder}: files of weights that are not read: {', '.join(first_of(unread))}")
 
     def read_all(self, model: PreTrainedModel) -> None:
         """Read all weights into `model`, that of the `LoadTarget`, and replace its experts by banks."""
