@@ -204,9 +204,9 @@ def of_another_format(folder: Path) -> str:
     """Return `; it holds NAME, …`, weights in another format and how to get them in this one; "" if there are none."""
     for pattern, remedy in _OTHER_FORMATS.items():
         for path in sorted(folder.glob("*")):
-            if path.name in (SINGLE_FILE, INDEX_FILE):
+            if re.fullmatch(pattern, path.name) and not path.exists():
                 return f"; {path.name} is a link to what is not there: download it again"
-            if re.fullmatch(pattern, path.name):
+            if re.fullmatch(pattern, path.name) and path.name != SINGLE_FILE:
                 return f"; it holds {path.name}: {remedy.format(folder)}"
     return ""
 
