@@ -87,8 +87,10 @@ class Encoder:
         self._spelled: set[str] = set()
         self._unanswered = 0
         self._odd: Counter[str] = Counter()
-        special = (re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._special = re.compile("|".join(special) or r"(?!)")
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        if format == "text":  # these begin and end texts that are no chats, too
+            special -= {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+        self._special = re.compile("|".join(map(re.escape, sorted(special))) or r"(?!)")
         self._template: ChatTemplate | None = None
         if format in ("chat", "sharegpt") or (format == "alpaca" and tokenizer.chat_template):
             if not tokenizer.is_fast:
@@ -130,13 +132,14 @@ class Encoder:
                 called = [call["function"]["name"] for turn in messages for call in turn.get("tool_calls") or ()]
                 self._undeclared += [name for name in called if name not in declared][:1]
                 texts = [message["content"] for message in messages]
-                self._spelled.update(*map(self._special.findall, texts))
                 self._unanswered += messages[-1]["role"] != "assistant"
                 written = self._template.write(messages, tools)
                 self._unread |= {f"{key} (of messages)" for key in self._template.unread_keys(messages)}
                 parts = [self._spanned(text, spans) for text, spans in written.texts]
             else:
                 parts = [self._text(record) if self.format == "text" else self._prompt(record)]
+        if self._template is not None or self.format == "text":
+            self._spelled.update(*map(self._special.findall, texts))
         self._odd.update(what for what, pattern in _ODD.items() for text in texts if pattern.search(text))
         documents = []
         for ids, trains in parts:
@@ -154,8 +157,9 @@ class Encoder:
             yield f"keys whose values are not read: {', '.join(first_of(sorted(self._unread)))}"
         if names := self._undeclared:
             yield f"{counted(len(names), 'chat')} with calls of tools that its `tools` lacks, as {names[0]}"
-        if self._spelled:
-            yield f"messages spell special tokens, and become them: {', '.join(first_of(sorted(self._spelled)))}"
+        if spelled := ", ".join(first_of(sorted(self._spelled))):
+            chats = f"text with {spelled}, the loss on all of it: of chats that were rendered, give messages"
+            yield chats if self.format == "text" else f"messages spell special tokens, and become them: {spelled}"
         if self._unanswered:
             yield f"{counted(self._unanswered, 'chat')} ending with a message that nobody answers"
         for what, number in self._odd.items():

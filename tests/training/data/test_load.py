@@ -144,6 +144,13 @@ def test_a_header_within_the_marks_is_not_the_assistants(tmp_path):
     )
 
 
+def test_chats_that_were_rendered_are_said_to_train_whole(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]"]})
+    counts = load(write(tmp_path / "data.jsonl", {"text": "<s>[INST]a</s>"}), tokenizer, length=64).counts
+    assert "text with [INST], the loss on all of it" in counts.unread[0]
+
+
 def test_characters_that_a_tokenizer_does_not_know_are_counted(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"unk_token": "<unk>"})
