@@ -7,6 +7,7 @@ torch's flash attention on a CPU returns zeros for a query of NaN where there ar
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,17 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 """Dtype in safetensors' spelling -> torch dtype."""
+_OTHER_FORMATS = {
+    r"global_step\d+": "DeepSpeed's shards, which python zero_to_fp32.py . NEW_FOLDER --safe_serialization joins there",
+    r".*\.distcp": "torch's shards, which accelerate merge-weights {0} NEW_FOLDER joins",
+    r"pytorch_model_fsdp_0": "torch's shards, which accelerate merge-weights {0}/pytorch_model_fsdp_0 NEW_FOLDER joins",
+    r"pytorch_model.*\.bin": 'written again by python -c "from transformers import AutoModelForCausalLM as Model; '
+    "Model.from_pretrained('{0}', dtype='auto').save_pretrained('NEW_FOLDER')\"",
+    r"model-\d+-of-\d+\.safetensors": f"its {INDEX_FILE} is missing; copy it there from where the model is published",
+    r"(?i).*\.(gguf|safetensors|pth|pt|ckpt|bin|npz|nemo|msgpack|h5|onnx)": "another format or other names of tensors; "
+    "take the model as it is published for transformers",
+}
+"""Pattern of names of files and folders that hold weights -> how they become a checkpoint that is read."""
 _BLOCK = 2**22  # elements in a block of `Stored.blocks`; bytes in one of `pieces`
 _NOT_FINITE = {torch.float8_e4m3fn: (0x7F, 0x7F), torch.float8_e5m2: (0x7F, 0x7C), torch.float8_e8m0fnu: (0xFF, 0xFF)}
 """8-bit float -> its bits without a sign, and the least pattern of them that is NaN or infinity."""
@@ -102,6 +114,16 @@ class Stored:
         """Read the whole tensor, in its own shape, to `device`."""
         return self.rows(device=device).reshape(self.shape)
 
+    def is_blank(self) -> bool:
+        """Return whether the file has only zeros at the beginning, in the middle and at the end of the tensor."""
+        size = min(4096, self.nbytes)
+        with self.file.open("rb") as file:
+            for at in (0, (self.nbytes - size) // 2, self.nbytes - size):
+                file.seek(self.offset + at)
+                if any(file.read(size)):
+                    return False
+        return True
+
     def write(self, rows: Tensor, start: int = 0) -> None:
         """Overwrite rows of the file from `start` on with the CPU tensor `rows` [n, ...], cast to the file's dtype."""
         assert tuple(rows.shape[1:]) == self.row_shape, (tuple(rows.shape), self.shape)
@@ -165,6 +187,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         raise UserError(
             f"{str(folder)!r} holds no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors checkpoints are read"
+            f"{of_another_format(folder)}"
         )
     names = sorted(set(read_json(index, _Index)["weight_map"].values()))
     if not names:
@@ -175,6 +198,17 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise UserError(f"{str(index)!r} lists {name!r}, which is missing")
     return [folder / name for name in names]
+
+
+def of_another_format(folder: Path) -> str:
+    """Return `; it holds NAME, …`, weights in another format and how to get them in this one; "" if there are none."""
+    for pattern, remedy in _OTHER_FORMATS.items():
+        for path in sorted(folder.glob("*")):
+            if re.fullmatch(pattern, path.name) and not path.exists():
+                return f"; {path.name} is a link to what is not there: download it again"
+            if re.fullmatch(pattern, path.name) and path.name != SINGLE_FILE:
+                return f"; it holds {path.name}: {remedy.format(folder)}"
+    return ""
 
 
 def is_name_of_weights(name: object) -> bool:

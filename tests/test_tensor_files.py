@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -139,4 +140,26 @@ def test_two_checkpoints_in_a_folder_are_refused(tmp_path: Path) -> None:
         if name == "model.safetensors":
             assert [file.name for file in weight_files(tmp_path)] == [name]
     with pytest.raises(UserError, match=r"holds model\.safetensors and, by its .*, model-00001-of-00001"):
+        weight_files(tmp_path)
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(UserError, match=r"model\.safetensors is a link to what is not there"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("pytorch_model-00001-of-00002.bin", r"\.save_pretrained\("),
+        ("__0_0.distcp", "accelerate merge-weights"),
+        ("global_step10", "zero_to_fp32.py"),
+        ("model-00001-of-00002.safetensors", "index.json is missing"),
+        ("m-Q4_K_M.gguf", "as it is published for transformers"),
+    ],
+)
+def test_weights_in_another_format_are_named_with_the_way_from_them(name: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UserError, match=f"it holds {re.escape(name)}: .*{remedy}"):
         weight_files(tmp_path)

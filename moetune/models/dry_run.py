@@ -26,8 +26,32 @@ from moetune.models.stack import decoder_layers, leave_out, made_alike
 
 _TOKENS = 13
 """Tokens of the pass: prime, because a wrong size may divide a number of tokens where it does not divide another."""
+_NEXT_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Names of the number of layers that predict further tokens; lists with an entry for each layer may cover them."""
 _MOST_SIDE = 2**31
 """Size from which a tensor's axis is no model's: kernels count with 32 bits."""
+
+
+class _Counted(list[Any]):
+    """A list of a configuration that remembers which of its entries a model asks for by their numbers."""
+
+    name = ""
+
+    def __getitem__(self, at: Any) -> Any:
+        vars(self).setdefault("asked", set()).add(at if isinstance(at, int) else None)
+        if isinstance(at, int) and at >= len(self):
+            raise IndexError(f"{self.name} has {len(self)} entries, and entry {at + 1} is asked for")
+        return super().__getitem__(at)
+
+
+def count_lists(config: PretrainedConfig) -> None:
+    """Replace the lists of a configuration by ones from which `refuse_unrunnable` tells those that have an entry for
+    each layer."""
+    settings = vars(config.get_text_config())
+    for name, value in settings.items():
+        if type(value) is list:
+            settings[name] = _Counted(value)
+            settings[name].name = name
 
 
 def shortened(plain: PreTrainedModel) -> PreTrainedModel:
@@ -49,8 +73,8 @@ class _NoExperts(nn.Module):
 def refuse_unrunnable(plain: PreTrainedModel) -> None:
     """Raise `UserError` if a model on the meta device cannot run, because settings of its configuration do not fit.
 
-    The message has the error, and the settings that the code of the failing module reads. Nothing is found out of a
-    model whose code reads the values of tensors.
+    The message has the error, and the settings that the code of the failing module reads; or a list with an entry for
+    each layer that has more of them. Nothing is found out of a model whose code reads the values of tensors.
     """
     what = f"model type {plain.config.model_type!r}"
     for name, parameter in plain.named_parameters():
@@ -69,12 +93,18 @@ def refuse_unrunnable(plain: PreTrainedModel) -> None:
             with torch.no_grad(), without_packages(model):
                 model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=False)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return
+        pass
     except Exception as error:  # whatever the model's code raises
         raise UserError(
             f"{what}: the model cannot run with the settings of its config.json: {_settings(error, model)}"
             f"{one_line(error)}; correct them there"
         ) from error
+    layers, settings = len(decoder_layers(plain)), model.config.get_text_config()
+    further = max(getattr(settings, name, None) or 0 for name in _NEXT_TOKENS)
+    for name, value in vars(settings).items():
+        of_layers = layers > 1 and isinstance(value, _Counted) and getattr(value, "asked", ()) == {*range(layers)}
+        if of_layers and len(value) not in (layers, layers + further):
+            raise UserError(f"{what}: {name} in config.json has {len(value)} entries, for {layers} layers; correct it")
 
 
 def flow_of(plain: PreTrainedModel) -> tuple[str, frozenset[str]]:
@@ -150,7 +180,9 @@ def _settings(error: Exception, model: PreTrainedModel) -> str:
     paths = {module: path for path, module in model.named_modules()}
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         module: Any = frame.f_locals.get("self")
-        if not paths.get(module) or not type(module).__module__.startswith("transformers.models."):
+        if not isinstance(module, nn.Module) or not paths.get(module):
+            continue
+        if not type(module).__module__.startswith("transformers.models."):
             continue
         config = getattr(module, "config", model.config.get_text_config())
         names = re.findall(r"config(?:\.|, \")(\w+)", inspect.getsource(type(module)))

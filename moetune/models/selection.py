@@ -192,7 +192,7 @@ class _Resolver:
                 and (outside if linear.layer is None else linear.layer in layers)
             ]
             if not paths:
-                self.problems.append(f"{where}: {target!r} matches no linear layer there.{self._hint(target)}")
+                self.problems.append(f"{where}: {target!r} matches no linear layer there.{self._hint(target, True)}")
             elif layers & self.moe_layers.keys() and "experts" in {*_OTHER_TARGETS.get(target, ())} - {*config.targets}:
                 parts = ", ".join(sorted({self.structure.lora_layers()[path].component for path in paths}))
                 self.problems.append(
@@ -288,9 +288,11 @@ class _Resolver:
         }
         return next((info for info in self.structure.parameters if info.name in names), None)
 
-    def _hint(self, target: str) -> str:
-        """Return a suggestion, for a message, of the components or names that the user may have meant by `target`."""
-        components = [c for c in COMPONENTS if self.structure.parameters_of(c)]
+    def _hint(self, target: str, linear: bool = False) -> str:
+        """Return a suggestion, for a message, of the components or names that the user may have meant by `target`: of
+        those with linear layers alone, if `linear`."""
+        have = {info.component for info in self.structure.lora_layers().values()} | {"experts"}
+        components = [c for c in COMPONENTS if self.structure.parameters_of(c) and (not linear or c in have)]
         if meant := [c for c in _OTHER_TARGETS.get(target.rpartition(".")[2], ()) if c in components]:
             return f" Components have names of their own here: write [{', '.join(meant)}]."
         names = {piece for path in self.structure.lora_layers() for piece in path.split(".") if not piece.isdigit()}

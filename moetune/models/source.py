@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ from moetune.models.hub.snapshot import download, downloaded
 from moetune.models.quantized_manifest import REST, QuantizedManifest, read_quantized_manifest
 from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
-from moetune.tensor_files import Stored, read_header
+from moetune.tensor_files import Stored, of_another_format, read_header
 
 _DERIVED = ("head_dim", "sliding_window")
 """Settings that transformers computes from others of some types, which the checkpoint's shapes or a flag agree with."""
+_NEARLY = 0.9
+"""Similarity from which on a setting that a type lacks is taken for one of its own, misspelled."""
 _MOST_LAYERS = 1000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -173,7 +176,10 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise UserError(f"model {path!r}: no config.json in it; give the folder that from_pretrained would load")
+        raise UserError(
+            f"model {path!r}: no config.json in it; give the folder that from_pretrained would load"
+            f"{of_another_format(folder)}"
+        )
     if (folder / "adapter_model.safetensors").is_file():
         raise UserError(
             f"model {path!r} holds an adapter beside its config.json, which would not be read; move the "
@@ -213,6 +219,10 @@ def _ignored(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
         for key, value in section.items():
             taken = settings.get(part.attribute_map.get(key, key))
             numbers = isinstance(value, int | float) and isinstance(taken, int | float)
+            known = {*part.__dataclass_fields__, *part.attribute_map, *part.attribute_map.values()}
+            near = () if key in known else get_close_matches(key, known - section.keys(), 1, _NEARLY)
+            if near and isinstance(value, int | float) and value != getattr(part, near[0]):
+                yield f"says {key}: {shown(value)}, which {part.model_type!r} does not have; correct it to {near[0]}"
             if numbers and value != taken and key not in _DERIVED:
                 yield f"says {key}: {shown(value)}, and transformers takes {shown(taken)}, by another key; remove one"
         ropes = getattr(part, "rope_parameters", None) or {}

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrain
 from moetune.compat.transformers import set_attention
 from moetune.errors import UserError, one_line
 from moetune.models.components import Component, Landmarks
-from moetune.models.dry_run import unknown_rope_type
+from moetune.models.dry_run import count_lists, unknown_rope_type
 from moetune.models.moe import (
     MoeLayer,
     expert_parameters,
@@ -143,6 +143,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             auto = auto_class(config)
+            count_lists(config)
             model: PreTrainedModel = auto.from_config(config)
     except ImportError as error:
         raise UserError(f"model type {name!r} needs a package that is not installed: {one_line(error)}") from error

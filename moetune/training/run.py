@@ -175,6 +175,10 @@ def train(
             _refuse_other_base(folder, config, base, console)
         for note in start.load(adapted, base) if start is not None else ():
             console.print(f"{config.adapt.start_from}: {note}")
+        if start is not None:
+            own = bool(data.counts.chats) and config.data is not None and config.data.chat_template is None
+            for note in start.other_texts(tokenizer, own):
+                console.print(f"note: {config.adapt.start_from}: {note}")
         # Before any forward pass: under FSDP2 gathered weights are then in the place of those that train.
         warnings = RunWarnings(adapted, counts["total"], console)
         if packing:

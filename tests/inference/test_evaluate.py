@@ -41,6 +41,8 @@ def run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
                 small_model, data, out, adapt, model={"base": base}, train={"steps": 2, "eval_every": 2},
                 data={"eval": str(data), "chat_template": str(folder / "template.jinja")},
             )  # fmt: skip
+            if "lora" in file["adapt"]:
+                file["adapt"]["lora"]["targets"].append("lm_head")
             train(RunConfig.model_validate(file), device="cpu")
             made[out.name] = out
         return made[out.name]

@@ -36,6 +36,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads 3, linear_num_key_heads 4"),
     ("nemotron_h", {"n_groups": 3}, "mamba_num_heads 4, .*n_groups 3"),
     ("jamba", {"mamba_dt_rank": 0}, "would be"),
+    ("glm_moe_dsa", {"indexer_types": ["full"] * 6}, "indexer_types .* 6 entries, for 4 layers"),
+    ("granitemoe_swa", {"layer_rope_theta": [1e4] * 3}, "layer_rope_theta has 3 entries"),
+    ("granitemoe_swa", {"layer_rope_theta": [1e4] * 5}, "layer_rope_theta .* 5 entries"),
 ]
 
 

@@ -137,6 +137,12 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "mixtral",
+        {"lora": {**LORA, "targets": ["embedding"]}},
+        "adapt.lora.targets[0]: 'embedding' matches no linear layer there. Components: attention, router, experts, "
+        "lm_head; patterns match names such as 'lm_head.weight'",
+    ),
+    (
+        "mixtral",
         {"lora": {**LORA, "targets": ["experts", "q_prj"]}},
         "adapt.lora.targets[1]: 'q_prj' matches no linear layer there. Did you mean 'q_proj'?",
     ),

@@ -124,6 +124,7 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
             {"model_type": "glm_moe_dsa", "n_routed_experts": 256, "num_experts": 128},
             "says n_routed_experts: 256, and transformers takes 128, by another key; remove one",
         ),
+        ({"model_type": "mixtral", "num_expert_per_tok": 4}, "num_expert_per_tok: 4, which .* to num_experts_per_tok"),
         ({"model_type": "mixtral", "num_local_experts": 4, "num_experts": 8}, "num_local_experts: 4, and .* takes 8"),
         ({"model_type": "t5"}, "'t5' is not a causal language model"),
         ({"model_type": "vit"}, "'vit' is not a causal language model"),

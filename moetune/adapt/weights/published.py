@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from moetune.adapt.weights.random import realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import unmatched_keys
-from moetune.errors import UserError, first_of, reading
+from moetune.errors import UserError, counted, first_of, note, reading
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.source_quantization import SAVE_AGAIN
@@ -21,7 +21,7 @@ from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
 from moetune.run.resolve import ResolvedModel
-from moetune.tensor_files import NAMES, Stored
+from moetune.tensor_files import NAMES, Stored, weight_files
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Safetensors dtypes that a tensor of weights may have if it is not in a quantized format."""
@@ -75,6 +75,13 @@ class CheckpointReader:
             for part in sorted({match[1] for match in map(_WRAPPER.search, self._stored) if match}):
                 remedy = f"{part!r} in its names is of a wrapper: save the model without it, or rename them"
             refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name, remedy)
+            matrices = {key: x for key, x in self._stored.items() if type(x) is Stored and len(x.shape) > 1}
+            if zeros := [key for key, x in matrices.items() if not key.endswith("bias") and x.is_blank()]:
+                what = f"{counted(len(zeros), 'tensor')} of {name!r}, as {zeros[0]}"
+                note(f"only zeros in {what}: a file that was not downloaded whole looks so")
+            others = {*folder.glob("*.safetensors")}.difference(weight_files(folder)) if tensors is None else ()
+            if unread := sorted(file.name for file in others if not file.name.startswith("consolidated")):
+                note(f"{folder}: files of weights that are not read: {', '.join(first_of(unread))}")
 
     def read_all(self, model: PreTrainedModel) -> None:
         """Read all weights into `model`, that of the `LoadTarget`, and replace its experts by banks."""

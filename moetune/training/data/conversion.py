@@ -14,7 +14,7 @@ from typing import Any
 from moetune.errors import shown
 from moetune.training.data.chats.marks import REASONING
 from moetune.training.data.chats.tool_calls import checked_calls
-from moetune.training.data.values import MalformedError, checked_list, checked_text, json_text, kind, parsed
+from moetune.training.data.values import MalformedError, by_rows, checked_list, checked_text, json_text, kind, parsed
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPEAKERS = {
@@ -46,6 +46,8 @@ _AS_ALPACA = (
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
 """Types of a message's parts in the formats of OpenAI and of Hugging Face's processors."""
+_TURNS = ("messages", "conversations", "conversation", "prompt", "completion")
+"""Keys of records under which messages may stand."""
 _TRAINED = ("completion", "output", "text")
 """Keys of other formats that hold what is trained on."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -58,7 +60,7 @@ def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:
     Those of Dolly, OpenOrca and question-answer data become Alpaca's `instruction`, `input` and `output`,
     `system_prompt` becomes `system`, and LMSYS' `conversation`, or messages with ShareGPT's keys, `conversations`. A
     prompt and completion that are lists of messages, as for TRL, become `messages`, of which those of the prompt have
-    `weight` 0; so does xLAM's query with its answers, which are calls of tools.
+    `weight` 0; so does xLAM's query with its answers, which are calls of tools. Messages may be kept by keys.
 
     Raises:
         MalformedError: only one of prompt and completion is a list; or the record holds preferences: two answers, of
@@ -66,6 +68,8 @@ def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:
             a prompt or chat; or arguments of the chat template.
     """
     _refuse_other_uses(record)
+    if columns := [key for key in _TURNS if isinstance(record.get(key), dict)]:
+        record = record | {key: by_rows(record[key], key) for key in columns}
     for asked, given, answered in _AS_ALPACA:
         if record.get(asked) is not None and record.get(answered) is not None and record.get("output") is None:
             given = given if record.get(given) is not None else "input"

@@ -9,15 +9,18 @@ A label has the same position as its token; the loss shifts the labels by one.
 """
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from moetune.errors import UserError, reading
+from moetune.errors import UserError, counted, first_of, reading
 from moetune.training.data.chats.chat_template import ChatTemplate, Written
 from moetune.training.data.chats.marks import REASONING
+from moetune.training.data.chats.thinking import refuse_cut
 from moetune.training.data.chats.tool_calls import checked_tools
 from moetune.training.data.conversion import (
     alpaca_chat,
@@ -44,6 +47,12 @@ _ALSO = dict.fromkeys(("chat", "sharegpt"), ("system", "tools", "functions")) | 
 """Keys that are read besides, if the record has them."""
 Tokens = tuple[np.ndarray, np.ndarray]
 """Token ids [length], and for each token whether it is trained on [length]."""
+_ODD = {
+    "U+FFFD, which programs write for bytes that they cannot decode": re.compile("\ufffd"),
+    "a backspace or form feed before a letter, as where JSON had \\beta or \\frac": re.compile(r"[\b\f](?=[a-z])"),
+    "no more than nan, which programs write for no value": re.compile(r"\A\s*(?:nan|NaN|<NA>)\s*\Z"),
+}
+"""What is odd about a text, and the pattern by which it is found."""
 _WINDOW = 2**18
 """Characters tokenized in one call; tokenizers take 200 bytes of memory or more per character."""
 
@@ -66,10 +75,6 @@ def _held(record: dict[str, Any]) -> str:
 class Encoder:
     """Converts records of one `format` to documents, by `encode`.
 
-    Attributes:
-        unread: keys of the records that were encoded, or of their messages, whose values are not read.
-        undeclared: names of the tools that chats call and do not declare, of each such chat one.
-
     Raises:
         UserError: the tokenizer lacks what the format needs: an end-of-sequence token or, for chats, a chat template
             and character offsets.
@@ -77,8 +82,15 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format) -> None:
         self.tokenizer, self.format = tokenizer, format
-        self.unread: set[str] = set()
-        self.undeclared: list[str] = []
+        self._unread: set[str] = set()  # keys of records, or of their messages
+        self._undeclared: list[str] = []  # of each chat with calls of such tools one
+        self._spelled: set[str] = set()
+        self._unanswered = 0
+        self._odd: Counter[str] = Counter()
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        if format == "text":  # these begin and end texts that are no chats, too
+            special -= {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+        self._special = re.compile("|".join(map(re.escape, sorted(special))) or r"(?!)")
         self._template: ChatTemplate | None = None
         if format in ("chat", "sharegpt") or (format == "alpaca" and tokenizer.chat_template):
             if not tokenizer.is_fast:
@@ -104,7 +116,7 @@ class Encoder:
         if missing:
             raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {_held(record)}")
         read = (*KEYS[self.format], *_ALSO.get(self.format, ()))
-        self.unread.update(key or repr(key) for key in record.keys() - read if record[key] not in (None, "", [], {}))
+        self._unread.update(key or repr(key) for key in record.keys() - read if record[key] not in (None, "", [], {}))
         if self.format == "sharegpt":
             record = sharegpt_chat(record)
         elif self.format == "alpaca":
@@ -113,16 +125,22 @@ class Encoder:
             record = chat_of(record)
         written: Written | None = None
         with reading("the record, by the tokenizer,"):
+            texts = [text for key in ("text", "prompt", "completion") if isinstance(text := record.get(key), str)]
             if self._template is not None:
                 messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
                 declared = {tool["function"]["name"] for tool in tools or ()}
                 called = [call["function"]["name"] for turn in messages for call in turn.get("tool_calls") or ()]
-                self.undeclared += [name for name in called if name not in declared][:1]
+                self._undeclared += [name for name in called if name not in declared][:1]
+                texts = [message["content"] for message in messages]
+                self._unanswered += messages[-1]["role"] != "assistant"
                 written = self._template.write(messages, tools)
-                self.unread |= {f"{key} (of messages)" for key in self._template.unread_keys(messages)}
+                self._unread |= {f"{key} (of messages)" for key in self._template.unread_keys(messages)}
                 parts = [self._spanned(text, spans) for text, spans in written.texts]
             else:
                 parts = [self._text(record) if self.format == "text" else self._prompt(record)]
+        if self._template is not None or self.format == "text":
+            self._spelled.update(*map(self._special.findall, texts))
+        self._odd.update(what for what, pattern in _ODD.items() for text in texts if pattern.search(text))
         documents = []
         for ids, trains in parts:
             labels = np.where(trains, ids, IGNORED).astype(np.int32)
@@ -133,6 +151,20 @@ class Encoder:
             raise MalformedError("no token to train on")
         return documents, written
 
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence for each thing about the records encoded so far that a user may not expect."""
+        if self._unread:
+            yield f"keys whose values are not read: {', '.join(first_of(sorted(self._unread)))}"
+        if names := self._undeclared:
+            yield f"{counted(len(names), 'chat')} with calls of tools that its `tools` lacks, as {names[0]}"
+        if spelled := ", ".join(first_of(sorted(self._spelled))):
+            chats = f"text with {spelled}, the loss on all of it: of chats that were rendered, give messages"
+            yield chats if self.format == "text" else f"messages spell special tokens, and become them: {spelled}"
+        if self._unanswered:
+            yield f"{counted(self._unanswered, 'chat')} ending with a message that nobody answers"
+        for what, number in self._odd.items():
+            yield f"{counted(number, 'text')} with {what}"
+
     def _text(self, record: dict[str, Any]) -> Tokens:
         ids = begun(self._bos, self._ended(self._checked(record, "text")))
         return ids, np.ones(len(ids), dtype=bool)
@@ -141,7 +173,10 @@ class Encoder:
         if lost := [key for key in ("system", "history", "tools", *REASONING) if record.get(key)]:
             raise MalformedError(f"{' and '.join(lost)} beside prompt and completion would be lost; write messages")
         # Tokenized separately, so that no token has characters of both prompt and completion.
-        prompt = begun(self._bos, self._tokens(checked_text(record["prompt"], "prompt")))
+        completion = checked_text(record["completion"], "completion")
+        asked = checked_text(record["prompt"], "prompt")
+        refuse_cut("<think>" * asked.rstrip().endswith("<think>") + completion, "completion")
+        prompt = begun(self._bos, self._tokens(asked))
         ids = _joined(prompt, self._ended(self._checked(record, "completion")))
         return ids, np.arange(len(ids)) >= len(prompt)
 

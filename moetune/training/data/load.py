@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
-from moetune.errors import UserError, collected, raise_problems, reading
+from moetune.errors import UserError, collected, counted, raise_problems, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import ModelSource, find_model_source
@@ -119,8 +119,11 @@ def load_data(
             "data.chat_template and data.template are not used: text, and prompts that are text, have none"
         )
     length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
-    rows, counts = _laid(training, documents, length, padding, unread[0])
-    held_rows, held_counts = _laid(held_out, documents, length, padding, unread[1]) if data.evaluates else (None, None)
+    special = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in special else None
+    laid = (documents, length, padding, unknown)
+    rows, counts = _laid(training, *laid, unread[0])
+    held_rows, held_counts = _laid(held_out, *laid, unread[1]) if data.evaluates else (None, None)
     return Datasets(rows, held_rows, counts, held_counts, clock=clock)
 
 
@@ -232,17 +235,21 @@ def _taken(read: Reading, at: np.ndarray) -> Reading:
 
 
 def _laid(
-    read: Reading, documents: Documents, length: int, padding: int | None, unread: Sequence[str]
+    read: Reading, documents: Documents, length: int, padding: int | None, unknown: int | None, unread: list[str]
 ) -> tuple[datasets.Dataset, DataCounts]:
     """Lay documents out in sequences of at most `length` tokens; return the rows and their statistics.
 
     Args:
         padding: id of the padding token of packed sequences; None puts each document in sequences of its own.
-        unread: a sentence for each way in which the data sets hold more than is read.
+        unknown: id of the token for characters that the tokenizer does not know; None if there is none.
+        unread: a sentence for each way in which the data sets hold more than is read; one is added if characters are
+            not known.
     """
     chosen = Chosen(documents, read.documents)
     rows = separate(chosen, length) if padding is None else packed(chosen, length, padding)
     positions = sum(map(len, values(rows, "input_ids")))
+    if unknown is not None and (count := sum(int((part == unknown).sum()) for part in values(rows, "input_ids"))):
+        unread.append(f"{counted(count, 'token')} for characters that the tokenizer does not know (its unk_token)")
     tokens = positions if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
     return rows, DataCounts(
         **vars(read.tally),

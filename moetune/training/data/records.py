@@ -139,12 +139,8 @@ def read_documents(
     if not records:
         why = f"all of its {tally.dropped:,} records are longer than {length_from} {longest}"
         raise UserError(f"{source.name!r} " + (why if tally.dropped else "is empty: it holds no record"))
-    if encoder is not None and encoder.unread:
-        note(f"{source.name!r}: keys whose values are not read: {', '.join(first_of(sorted(encoder.unread)))}")
-    if encoder is not None and (names := encoder.undeclared):
-        note(
-            f"{source.name!r}: {counted(len(names), 'chat')} with calls of tools that its `tools` lacks, as {names[0]}"
-        )
+    for text in encoder.notes() if encoder is not None else ():
+        note(f"{source.name!r}: {text}")
     return Reading(np.arange(first, len(documents)), np.array(records, dtype=np.int64), tally)
 
 

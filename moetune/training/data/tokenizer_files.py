@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from moetune.json_files import read_json
 _WHOLE, _TEKKEN, _VOCABULARIES = "tokenizer.json", "tekken.json", ("tiktoken.model", "tokenizer.model")
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
 """A line of a vocabulary in tiktoken's format: a token in base64, and its rank."""
+_PROBE = "It's 12345.67 of HERS,  DON'T you\n\n\tthink? e\u0301 ﬁ 你好 foo_bar() <b>"
+"""A text that patterns of classes split in different ways."""
 _MOST_GROWTH = 1000  # factor by which a tokenizer may lengthen a text; common rules replace a space by 3 bytes
 _REMEDY = f"put a {_WHOLE} beside it, from a copy of the model that has one (docs/guides/what-goes-wrong.md)"
 
@@ -76,6 +79,14 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
                 f"{folder}: texts begin {'with' if begins else 'without'} {tokenizer.bos_token} by tokenizer.json; "
                 f"add_bos_token: {says} of tokenizer_config.json is not read, by transformers 5 neither"
             )
+        with suppress(Exception):  # where transformers fails, nothing else is read in silence
+            auto = AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
+            if auto(_PROBE, verbose=False)["input_ids"] != tokenizer(_PROBE, verbose=False)["input_ids"]:
+                note(
+                    f"{folder}: what transformers 5 makes of it, and servers with it, is a {type(auto).__name__} that "
+                    "gives other tokens than tokenizer.json, which is read here: set tokenizer_class: "
+                    "PreTrainedTokenizerFast in tokenizer_config.json, in exports too"
+                )
     if not tokenizer.chat_template and (file := find("chat_template.json")):  # where processors keep it
         tokenizer.chat_template = template_in(file)
     _compare(tokenizer, configs[0], folder)

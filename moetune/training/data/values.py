@@ -35,15 +35,28 @@ def checked_text(value: object, what: str) -> str:
 
 
 def checked_list(value: object, what: str) -> list[Any]:
-    """Return a list that is given as it is or as JSON text; `what` names it in messages.
+    """Return a list that is given as it is, by keys (`by_rows`) or as JSON text; `what` names it in messages.
 
     Raises:
         MalformedError: `value` is neither, or an object in the text has a key twice.
     """
-    value = parsed(value, what) if isinstance(value, str) else value
+    value = by_rows(parsed(value, what) if isinstance(value, str) else value, what)
     if not isinstance(value, list):
         raise MalformedError(f"{what} is {kind(value)}, not a list")
     return value
+
+
+def by_rows(value: Any, what: str) -> Any:
+    """Return a list of objects that is kept by keys, `{"role": […], "content": […]}`, as `datasets` writes it; any
+    other value as it is. Raise `MalformedError` if the lists differ in length."""
+    if not isinstance(value, dict) or not value or not all(isinstance(column, list) for column in value.values()):
+        return value
+    if len({*map(len, value.values())}) > 1:
+        lengths = ", ".join(f"{len(column)} of {key}" for key, column in value.items())
+        raise MalformedError(
+            f"{what} is an object of lists that do not go together ({lengths}); write a list of objects"
+        )
+    return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
 
 
 def checked_object(value: object, what: str) -> dict[str, Any]:

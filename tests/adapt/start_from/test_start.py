@@ -84,12 +84,25 @@ def test_a_start_names_the_base_that_it_was_trained_on(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Another name, or another revision of it, may be other weights."""
+    """Another name, or another revision of it, may be other weights; and what it was trained on, other texts."""
     folder = shutil.copytree(stock[0], tmp_path / "adapter")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer.json").write_text('{"added_tokens": [{"content": "<new>"}, {"content": "</s>"}]}')
     settings = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": "org/other"}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
-    train(run_of(small_model, small_data, tmp_path / "run", {"lora": LORA, "start_from": str(folder)}))
-    assert "names the base 'org/other', and it is read with" in capsys.readouterr().err
+    turns = [
+        {"role": "user", "content": "hi </s>"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "?"},
+    ]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
+    train(run_of(small_model, tmp_path / "chats.jsonl", tmp_path / "run", {"lora": LORA, "start_from": str(folder)}))
+    said = capsys.readouterr().err
+    assert "names the base 'org/other', and it is read with" in said
+    assert f"data.chat_template: {folder / 'chat_template.jinja'} takes that" in said
+    assert "1 added token of its tokenizer.json, as <new>, are not in that of model.path" in said
+    assert "messages spell special tokens, and become them: </s>" in said
+    assert "1 chat ending with a message that nobody answers" in said
     stored, source = open_adapter(folder), find_model_source(str(small_model))
     revised = replace(stored, settings=settings | {"revision": "v2"})
     (note,) = of_another_base(revised, "org/other", source)

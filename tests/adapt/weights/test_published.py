@@ -167,6 +167,20 @@ def test_a_file_that_was_cut_short_is_refused(whole: Path, tmp_path: Path) -> No
         read(tmp_path)
 
 
+def test_matrices_of_zeros_and_files_that_no_index_lists_are_said(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.safetensors").touch()
+    (tmp_path / "config.json").write_text((whole / "config.json").read_text())
+    tensors = load_file(whole / "model.safetensors")
+    zeros = [name for name in sorted(tensors) if "experts.0." in name]
+    save_file(tensors | {name: torch.zeros_like(tensors[name]) for name in zeros}, tmp_path / "model.safetensors")
+    read(tmp_path)
+    said = capsys.readouterr().err
+    assert f"only zeros in {len(zeros)} tensors of " in said
+    assert "files of weights that are not read: other.safetensors" in said
+
+
 def test_an_unknown_quantization_is_refused(whole: Path, tmp_path: Path) -> None:
     config = json.loads((whole / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "aqlm"}

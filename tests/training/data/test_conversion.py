@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,6 +39,8 @@ def parts(*texts, type="text", **further):
         {"chosen": "x", "rejected": "y", **PLAIN},
         {"conversation": [USER, ASSISTANT], "model": "m", "turn": 1},
         {"messages": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+        {"messages": {"role": ["user", "assistant"], "content": ["hi", "yes"]}},
+        {"messages": {"from": ["human", "gpt"], "value": ["hi", "yes"]}},
         {"question": "hi", "response": "yes", "system_prompt": None},
         {"instruction": "hi", "context": "", "response": "yes", "category": "talk"},
         {"query": "hi", "response": "yes"},
@@ -97,6 +100,12 @@ def test_what_is_not_read_of_records_is_said(tmp_path):
     assert load(file, make_tokenizer(CHATML), 64).counts.unread == ()
 
 
+def test_texts_that_other_programs_damaged_are_counted(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "\\frac{1}{2} caf\\ufffd"}\n{"text": " NaN"}\n{"text": "a banana"}')
+    said = "\n".join(load(tmp_path / "data.jsonl", make_tokenizer(CHATML), 64).counts.unread)
+    assert re.findall(r"1 text with .*(U\+FFFD|frac|nan),?", said) == ["U+FFFD", "frac", "nan"]
+
+
 def test_calls_of_tools_that_a_chat_does_not_declare_are_counted(tmp_path):
     """NVIDIA-NeMo/Automodel#2324: the model learns to call what it was never shown."""
     file = tmp_path / "data.jsonl"
@@ -145,6 +154,7 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ({"images": ["a.png"], **PLAIN}, "it holds images, and only text is read"),
         ({"question": "hi", "answer": "yes", "image": "a.png"}, "it holds image,"),
         ({"chat_template_kwargs": {"enable_thinking": False}, **PLAIN}, "data.template"),
+        ({"prompt": "hi <think>\n", "completion": "hm"}, "completion opens <think> and does not close it"),
         ({"prompt": "hi", "completion": "yes", "system": "s"}, "system beside prompt and completion would be lost"),
         ({"messages": [USER, {**ASSISTANT, "mask": True}]}, "message 2 says by 'mask'"),
         (
@@ -155,6 +165,7 @@ def test_text_prompts_that_look_like_messages_stay_text():
             {"messages": "[{'role': 'user', 'content': 'hi'}]"},
             "messages is text and not valid JSON, \"[{'role': 'user'",
         ),
+        ({"messages": {"role": ["user", "assistant"], "content": ["hi"]}}, "(2 of role, 1 of content); write a list"),
         ({"messages": '{"role": "user"}'}, "messages is an object, not a list"),
         ({"messages": '[{"role": "user", "role": "user"}]'}, "the key 'role' appears more than once"),
         ({"conversations": "hi"}, "conversations is text and not valid JSON, 'hi'"),

@@ -131,6 +131,33 @@ def test_chat_trains_what_a_template_marks(tmp_path):
     assert reference["assistant_masks"] == [int(label != -100) for label in labels]
 
 
+def test_a_header_within_the_marks_is_not_the_assistants(tmp_path):
+    marked = CHATML.replace(
+        "{% for m in messages %}", "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    )
+    turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    marked = marked.replace(
+        f"{turn}{{% endfor %}}", f"{turn}{{% endgeneration %}}{{% else %}}{turn}{{% endif %}}{{% endfor %}}"
+    )
+    assert load_one(tmp_path, {"messages": TALK}, make_tokenizer(marked)) == load_one(
+        tmp_path, {"messages": TALK}, make_tokenizer(CHATML)
+    )
+
+
+def test_chats_that_were_rendered_are_said_to_train_whole(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]"]})
+    counts = load(write(tmp_path / "data.jsonl", {"text": "<s>[INST]a</s>"}), tokenizer, length=64).counts
+    assert "text with [INST], the loss on all of it" in counts.unread[0]
+
+
+def test_characters_that_a_tokenizer_does_not_know_are_counted(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"unk_token": "<unk>"})
+    counts = load(write(tmp_path / "data.jsonl", {"text": "a<unk>b<unk>"}), tokenizer, length=64).counts
+    assert counts.unread == ("2 tokens for characters that the tokenizer does not know (its unk_token)",)
+
+
 def test_the_same_input_gives_the_same_bytes(tmp_path):
     file = write(tmp_path / "data.jsonl", *({"text": "x" * n} for n in range(1, 40)))
     first, again = (load(file, make_tokenizer(), 32, eval=file) for _ in range(2))
@@ -409,7 +436,13 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tmp_path):
         ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}",
-            "no token to train on",
+            "the chat template has message 3, the assistant's, outside of {% generation %}, so that it would not "
+            "train; name another in data.chat_template",
+        ),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+            "the chat template has message 1, the system's, within {% generation %}, so that it would "
+            "train; name another in data.chat_template",
         ),
     ],
 )

@@ -159,6 +159,19 @@ def test_add_bos_token_is_said_where_tokenizer_json_does_otherwise(
     assert (beginning in capsys.readouterr().err) is (says not in (None, begins))
 
 
+@pytest.mark.parametrize(("name", "model_type"), [("Qwen2Tokenizer", "qwen3_moe"), ("LlamaTokenizer", "mixtral")])
+def test_what_auto_tokenizer_gives_in_its_place_is_said(
+    own: bytes, name: str, model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Servers read the folder so (findings/transformers_tokenizer_json_replaced.sh)."""
+    tokenizer_of("model", write(tmp_path, model_type, {"tokenizer.json": own}, tokenizer_class=name))
+    said = capsys.readouterr().err
+    assert ("is a Qwen2Tokenizer that gives other tokens" in said) is (name == "Qwen2Tokenizer")
+    write(tmp_path, model_type, {"tokenizer.json": own}, tokenizer_class="PreTrainedTokenizerFast")
+    tokenizer_of("model", str(tmp_path))
+    assert "gives other tokens" not in capsys.readouterr().err
+
+
 def test_a_tokenizer_that_draws_tokens_is_refused(own: bytes, tmp_path: Path) -> None:
     """The same data would be other data when a run is resumed."""
     drawn = json.loads(own)

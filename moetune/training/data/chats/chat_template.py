@@ -123,7 +123,8 @@ class ChatTemplate:
             marks = marked(messages)
             if self._has_markers:
                 layout = self._layout(text, len(messages), marks, tools)
-                cuts = [_Cut(len(messages), layout, _weighted(messages, spans))]
+                cuts = [_Cut(len(messages), layout, spans := _weighted(messages, spans))]
+                _refuse_wrong_markers(messages, layout, spans)
             else:
                 cuts = self._turns(text, messages, marks, tools)
             self._refuse_lost(messages, marks[1], cuts, tools)
@@ -350,6 +351,19 @@ def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[in
             "of the assistant"
         )
     return [span for span, weight in zip(spans, weights, strict=True) if weight]
+
+
+def _refuse_wrong_markers(messages: Messages, layout: Layout, spans: list[tuple[int, int]]) -> None:
+    """Raise `MalformedError` if no text of a message that trains is in the ranges `spans`, or one of another is."""
+    for at, (first, last) in layout.bounds.items():
+        message = messages[at]
+        is_marked = any(low < last and first < high for low, high in spans)
+        if is_marked != (message["role"] == "assistant" and message.get("weight") != 0):
+            raise MalformedError(
+                f"the chat template has message {at + 1}, the {message['role']}'s, "
+                f"{'within' if is_marked else 'outside of'} {{% generation %}}, so that it would "
+                f"{'' if is_marked else 'not '}train; name another in data.chat_template"
+            )
 
 
 @contextmanager

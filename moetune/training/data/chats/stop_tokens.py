@@ -14,9 +14,10 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, settings: PretrainedConfig, 
     `settings`, and of generation_config.json in `folder`, a folder or a name on the hub."""
     generation = None
     if folder is not None:
-        with suppress(OSError, ValueError):  # many models have no such file
+        with suppress(Exception):  # many models have no such file; a broken one is refused where weights are read
             generation = GenerationConfig.from_pretrained(folder, local_files_only=not hub_is_reachable())
-    return frozenset(tokenizer.convert_ids_to_tokens(stop_ids(tokenizer, settings, generation)))
+    tokens = tokenizer.convert_ids_to_tokens(stop_ids(tokenizer, settings, generation))
+    return frozenset(token for token in tokens if token is not None)  # None for ids beyond the vocabulary
 
 
 def stop_ids(

@@ -88,7 +88,8 @@ def fix_template(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any
     `now`. Returns `now` if the template reads the clock, else None.
 
     Raises:
-        UserError: there is no template that reads an argument, or it is not for the run file to give.
+        UserError: there is no template that reads an argument, or it is not for the run file to give; or a template
+            begins with a byte order mark.
     """
     texts = tokenizer.chat_template
     if not texts:
@@ -96,6 +97,8 @@ def fix_template(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any
             raise UserError("data.template: the tokenizer has no chat template; name one in data.chat_template")
         return None
     named: dict[str, str] = texts if isinstance(texts, dict) else {"": texts}
+    if any(text.startswith("\ufeff") for text in named.values()):
+        raise UserError("the chat template begins with a byte order mark, as would every chat: save it without one")
     clocks = {name: _clock(text, now) if _CLOCK in text and reads(text).clock else "" for name, text in named.items()}
     named = {name: with_arguments(clocks[name] + text, arguments) for name, text in named.items()}
     tokenizer.chat_template = named if isinstance(texts, dict) else named[""]

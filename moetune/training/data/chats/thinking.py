@@ -49,6 +49,14 @@ def _split(message: dict[str, Any], number: int, key: str) -> dict[str, Any]:
     return rest
 
 
+def refuse_cut(answer: str, what: str) -> None:
+    """Raise `MalformedError` for an answer, called `what`, that begins with a thought which does not end."""
+    opened = re.match(r"\s*([<\[])((?:seed:)?think(?:ing)?)([>\]])", answer, re.IGNORECASE)
+    if opened and "{}/{}{}".format(*opened.groups()) not in answer:
+        tag = "".join(opened.groups())
+        raise MalformedError(f"{what} opens {tag} and does not close it; end the thought, or leave the record out")
+
+
 class Thinking:
     """How turns of the assistant begin in a chat template that can be switched to write thoughts, or empty ones.
 
@@ -115,7 +123,7 @@ class Thinking:
             begun = (
                 (begin + len(prompt), setting)
                 for prompt, setting in self._prompts.items()
-                for begin in range(max(0, low - len(prompt)), low)
+                for begin in range(max(0, low - len(prompt)), low + 1)
                 if text.startswith(prompt, begin)
             )
             start, setting = next(begun, (low, ""))  # of the longest prompt
@@ -153,15 +161,12 @@ class Thinking:
         return None
 
     def refuse_broken(self, messages: Messages) -> None:
-        """Raise `MalformedError` for a thought in a content that does not end, or that no answer follows.
-
-        Nothing is raised if the template writes no thoughts.
-        """
-        if not any(key in reads(self._template).words for key in REASONING):
-            return
+        """Raise `MalformedError` for a thought in a content that does not end, or that no answer follows."""
+        writes_thoughts = any(key in reads(self._template).words for key in REASONING)
         for number, message in enumerate(messages, 1):
-            content = message["content"] if message["role"] == "assistant" else None
-            if isinstance(content, str) and content.lstrip().startswith(_OPEN) and _CLOSE not in content:
-                raise MalformedError(f"message {number} opens {_OPEN} and does not close it")
-            if content == "" and not message.get("tool_calls") and message.get("weight") != 0:
+            if message["role"] != "assistant":
+                continue
+            refuse_cut(content := message["content"], f"message {number}")
+            is_thought = content.rstrip().endswith(_CLOSE) or (writes_thoughts and not content)
+            if is_thought and not message.get("tool_calls") and message.get("weight") != 0:
                 raise MalformedError(f"message {number} is a thought without an answer, after which the turn would end")

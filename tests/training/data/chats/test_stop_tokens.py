@@ -32,6 +32,12 @@ def test_stop_tokens_of_tokenizer_configuration_and_generation_config(tmp_path: 
     assert stop_tokens(tokenizer, config, None) == {"</s>", "<|observation|>"}
 
 
+@pytest.mark.parametrize("settings", ["[]", '{"eos_token_id": 99999}'])
+def test_settings_of_generation_without_a_token(settings: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(settings)
+    assert stop_tokens(tokenizer_with("<|end|>"), MixtralConfig(eos_token_id=None), str(tmp_path)) == {"</s>"}
+
+
 def test_the_end_of_a_turn_is_the_first_token_at_which_generation_stops() -> None:
     ends = {("</tool_call>", "<|im_end|>"): 2, ("<|im_end|>",): 3, (): 1, ("<|end|>", "</s>"): 9}
     assert turn_ends(ends, {"<|end|>", "</s>"}) == {"<|end|>": 9, "<|im_end|>": 5, "": 1}

@@ -113,6 +113,11 @@ def test_an_argument_that_is_not_read_is_refused(arguments: dict[str, Any], word
     assert all(word in str(caught.value) for word in words)
 
 
+def test_a_template_with_a_byte_order_mark_is_refused() -> None:
+    with pytest.raises(UserError, match="byte order mark"):
+        fix_template(make_tokenizer("\ufeff{{ messages }}"), {}, MOMENT)
+
+
 def test_arguments_need_a_template() -> None:
     with pytest.raises(UserError, match=r"data\.chat_template"):
         fix_template(make_tokenizer(), {"enable_thinking": False}, MOMENT)

@@ -129,6 +129,12 @@ def test_a_broken_thought_is_refused(message: dict[str, str], words: str, tmp_pa
         chat(tmp_path, TEMPLATES["gptoss"], USER, {"role": "assistant", **message})
 
 
+@pytest.mark.parametrize("content", ["<think>\nhm", " [THINK]hm", "<seed:think>hm</think>", "<think>hm</think>\n"])
+def test_a_broken_thought_is_refused_where_the_template_knows_none(content: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"does not close it|thought without an answer"):
+        chat(tmp_path, CHATML, USER, {"role": "assistant", "content": content})
+
+
 def test_an_empty_thought_beside_an_answer_is_none(tmp_path: Path) -> None:
     """What a table's column for thoughts holds where there is none; gpt-oss would write a channel for it."""
     plain, _ = chat(tmp_path, TEMPLATES["gptoss"], USER, ANSWER)
