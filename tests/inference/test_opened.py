@@ -110,7 +110,8 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
     ),
     "tokenizer: gone": (gone("model/tokenizer.json"), "tokenizer", ALL),
     "tokenizer: a template": (
-        lambda f: (f / "model/chat_template.jinja").write_text("{{ messages[0].content }}"), "chat_template", NOTED,
+        lambda f: (f / "model/chat_template.jinja").write_text("{{ messages[0].content }}"), "chat_template",
+        NOTED | {"chat": REFUSED},  # for it writes one message of a chat
     ),
     "generation settings": (said("model/generation_config.json", top_k=3), "generation_config.json", NOTED),
     "data: other tokens": (
@@ -121,7 +122,7 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
     "base.json: edited": (text("run/base.json", '"schema": 1', '"schema": 2'), "base.json", WEIGHTS),
     "base.json: gone": (gone("run/base.json"), "base.json.* is missing", WEIGHTS | {"train": SAID}),
     "inputs.json: edited": (text("run/inputs.json", '"schema": 1', '"schema": 2'), "inputs.json", ALL),
-    "inputs.json: gone": (gone("run/inputs.json"), "inputs.json", WEIGHTS),
+    "inputs.json: gone": (gone("run/inputs.json"), "inputs.json", ALL),
     "newest checkpoint: a byte": (values(TRAINED, lambda t: first(t, 3.0)), "step-2", OLDER),
     "newest checkpoint: no seal": (gone(f"{STEP}/manifest.json"), "step-2.*manifest.json is missing", OLDER),
     "newest checkpoint: not a number": (
@@ -134,7 +135,7 @@ RUNS: dict[str, tuple[Change, str, dict[str, str]]] = {
         sealed(values(TRAINED, lambda t: t.update({min(t): torch.ones(2, 2)}))), r"self_attn|gate", WEIGHTS,
     ),
     "every checkpoint gone": (
-        lambda f: shutil.rmtree(f / "run/checkpoints"), "no checkpoint|not a run folder", WEIGHTS,
+        lambda f: shutil.rmtree(f / "run/checkpoints"), "no checkpoint|not a run folder|without checkpoints", WEIGHTS,
     ),
     "packed: nothing": (lambda folder: None, "", dict.fromkeys(COMMANDS[:7], AS_BEFORE)),
     "packed: experts": (values(BANK, lambda t: first(t, 3.0)), "experts.safetensors' was changed", PACKED),
@@ -285,12 +286,13 @@ def test_an_adapter_that_matches_in_part(
 ) -> None:
     folder = copied(made, tmp_path / "copy", "adapter")
     change, message = ADAPTERS[name]
+    settings = (folder / "adapter/adapter_config.json").read_text()
     change(folder)
     found, err = answer(moetune, monkeypatch, command, folder, "adapter")
     if name == "other targets" and command == "score":  # which goes by the names of the factors, all of which fit
         changed = json.loads((folder / "scores.json").read_text())
         gone("scores.json")(folder)
-        shutil.copy(made / "adapter/adapter_config.json", folder / "adapter")
+        (folder / "adapter/adapter_config.json").write_text(settings)
         assert (found, answer(moetune, monkeypatch, command, folder, "adapter")) == (SAID, (SAID, err))
         assert changed["layers"] == json.loads((folder / "scores.json").read_text())["layers"]
         return
