@@ -75,6 +75,18 @@ def test_factors_that_peft_ignores_because_of_the_settings(settings: dict[str, A
     assert "it ignores the factors of model.layers.0.self_attn." in said
 
 
+def test_settings_of_vllm_are_not_for_peft(tmp_path: Path) -> None:
+    """They name the module of stacked experts, whose factors have the same names and shapes as PEFT's."""
+    base = base_of_toy("gpt_oss")
+    stored = write(tmp_path, make_adapter(base), base, "peft")
+    assert {program for program, said in check(stored, base).programs.items() if said is None} == {
+        "peft", "vllm", "unsloth"
+    }  # fmt: skip
+    report = check(replace(stored, settings=laid_out(make_adapter(base), base, "vllm").settings), base)
+    assert {program for program, said in report.programs.items() if said is None} == {"vllm"}
+    assert "target_modules name model.layers.0.mlp.experts" in str(report.programs["peft"])
+
+
 @pytest.mark.parametrize(
     "settings", [{"target_modules": "(("}, {"target_modules": ".*", "layers_to_transform": [1]}, {"target_modules": 5}]
 )
