@@ -9,7 +9,7 @@ from moetune.adapters.base import AdapterBase
 from moetune.adapters.factors import Adapter
 from moetune.adapters.files import StoredAdapter
 from moetune.adapters.read import Read, read, unwrapped
-from moetune.adapters.write import PROGRAMS, SERVERS, laid_out
+from moetune.adapters.write import PROGRAMS, SERVERS, laid_out, unread_in_vllm
 from moetune.compat.peft import is_targeted, targets_module
 from moetune.errors import UserError, one_line
 from moetune.json_files import Answer
@@ -119,6 +119,8 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
         tensors = {name: tensor for name, tensor in tensors.items() if unwrapped(name) not in parsed.frozen}
     if program == "vllm" and parsed.layout == "peft" and laid.layout == "per-expert":
         return _stacked_in_vllm(adapter, base)
+    if program == "vllm" and laid.layout == "peft" and (unread := unread_in_vllm(base.structure.model_type)):
+        return f"cannot read it: {unread[0]}"
     misfit = _difference(tensors, laid.tensors)
     if misfit is None and program in SERVERS:
         has, needs = stored.settings, laid.settings
