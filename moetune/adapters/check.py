@@ -9,8 +9,8 @@ from moetune.adapters.base import AdapterBase
 from moetune.adapters.factors import Adapter
 from moetune.adapters.files import StoredAdapter
 from moetune.adapters.read import Read, read, unwrapped
-from moetune.adapters.write import PROGRAMS, SERVERS, laid_out
-from moetune.compat.peft import is_targeted
+from moetune.adapters.write import PROGRAMS, SERVERS, laid_out, unread_in_vllm
+from moetune.compat.peft import is_targeted, targets_module
 from moetune.errors import UserError, one_line
 from moetune.json_files import Answer
 
@@ -111,6 +111,7 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
         laid = laid_out(parsed.adapter, base, program)
         linears = (name for name, factors in parsed.adapter.named().items() if factors.A.ndim == 2)
         left_out = [name for name in linears if program not in SERVERS and not is_targeted(stored.settings, name)]
+        refused = [path for path in parsed.adapter.experts if targets_module(stored.settings, path)]
     except (UserError, ValueError) as error:  # moetune's, and PEFT's of the settings
         return f"cannot read it: {one_line(error)}"
     tensors, adapter = stored.tensors, parsed.adapter
@@ -118,6 +119,8 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
         tensors = {name: tensor for name, tensor in tensors.items() if unwrapped(name) not in parsed.frozen}
     if program == "vllm" and parsed.layout == "peft" and laid.layout == "per-expert":
         return _stacked_in_vllm(adapter, base)
+    if program == "vllm" and laid.layout == "peft" and (unread := unread_in_vllm(base.structure.model_type)):
+        return f"cannot read it: {unread[0]}"
     misfit = _difference(tensors, laid.tensors)
     if misfit is None and program in SERVERS:
         has, needs = stored.settings, laid.settings
@@ -133,6 +136,8 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
             misfit = f"it ignores use_rslora and alpha_pattern, and would scale {wrong[0]} wrongly" if wrong else None
     if misfit is None and left_out:
         misfit = f"it ignores the factors of {left_out[0]}, which its settings leave out"
+    if misfit is None and refused and program not in SERVERS:
+        misfit = f"its target_modules name {refused[0]}, as vLLM's do, and PEFT refuses that"
     return None if misfit is None else f"needs moetune adapter convert --to {program}: {misfit}"
 
 

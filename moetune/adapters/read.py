@@ -133,7 +133,7 @@ class _Reader:
         parsed.adapter = Adapter(self.linears, {path: own for path, own in experts.items() if own}, self.saved)
         noted = stored.record.get("sketch")
         parsed.wrong += self._lost(parsed.adapter) if noted is None else ()
-        for name in () if noted is None else differing(parsed.adapter, noted):
+        for name in () if noted is None or parsed.unread else differing(parsed.adapter, noted):
             (parsed.doubts if layout is None else parsed.wrong).insert(
                 0, f"{name}: the update is not the one that moetune noted when it wrote the file"
             )

@@ -179,11 +179,7 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     ranks, scales = {factors.rank for _, factors in every}, {factors.scale for _, factors in every}
     rank, scale = max(ranks), max(scales)
     notes = [f"zeros stand for {counted(len(filled), 'missing update')}, such as of {filled[0]}"] if filled else []
-    if program == "vllm" and layout == "peft" and kind not in _STACKED_IN_VLLM:
-        notes.append(
-            f"as of 0.33 vLLM reads factors of stacked experts for {', '.join(_STACKED_IN_VLLM)}, and not for {kind}; "
-            "merge the adapter if it does not"
-        )
+    notes += unread_in_vllm(kind) if program == "vllm" and layout == "peft" else ()
     if len(scales) > 1:
         notes.append(
             f"its scales {', '.join(f'{old:g}' for old in sorted(scales))} became {scale:g}; lora_B takes up the ratio"
@@ -202,6 +198,12 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
             "without this adapter needs --experts-shared-outer-loras to load it"
         )
     return LaidOut(layout, tensors, settings, adapter, tuple(notes))
+
+
+def unread_in_vllm(kind: str) -> list[str]:
+    """Return a note if vLLM does not read factors of stacked experts for a model type; else an empty list."""
+    read_for = f"as of 0.33 vLLM reads factors of stacked experts for {', '.join(_STACKED_IN_VLLM)}"
+    return [] if kind in _STACKED_IN_VLLM else [f"{read_for}, and not for {kind}; merge the adapter if it does not"]
 
 
 def _shared_outer(tensors: Mapping[str, Tensor], adapter: Adapter, base: AdapterBase) -> dict[str, Tensor] | None:

@@ -38,6 +38,12 @@ def is_targeted(settings: Mapping[str, Any], path: str) -> bool:
         raise ValueError(str(error)) from None
 
 
+def targets_module(settings: Mapping[str, Any], path: str) -> bool:
+    """Return whether `target_modules` name a module of experts, as vLLM's settings do: PEFT refuses that."""
+    named = settings.get("target_modules")
+    return bool(named) and named != "all-linear" and is_targeted({**settings, "target_parameters": None}, path)
+
+
 AtOnce = Callable[[nn.Module, Tensor, LoraFactor, LoraFactor, float], Tensor | None]
 """Function of (base layer, input x, A, B, scale) that returns base(x) + scale·B(A(x)), or None if it cannot
 compute this base layer."""

@@ -133,7 +133,7 @@ def merge_adapter(
         fingerprint, output = copy_checkpoint(source, folder, added=added)
         changed = write_updates(targets, tensors, output)
         _copy_template(stored, folder)
-        notes = [*complete_config(folder), *of_another_base(stored, base, model.source)]
+        notes = [*complete_config(folder, tensors), *of_another_base(stored, base, model.source)]
         notes += _of_more_tokens(stored, folder)
         origin = Base(model.source.name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": origin})

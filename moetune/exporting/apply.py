@@ -105,7 +105,7 @@ def apply_delta(
             rows = read.slices.get(key)
             for start, stop in tensor.blocks() if rows is None else ((slot, slot + 1) for slot in range(len(rows))):
                 copies[key].write(tensor.rows(start, stop), start if rows is None else rows[start])
-        notes = complete_config(folder)
+        notes = complete_config(folder, tensors)
         if difference is not None:
             notes = (f"applied to another base than it was made for: {difference}", *notes)
         elif force not in (None, name):

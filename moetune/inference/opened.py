@@ -23,6 +23,7 @@ from moetune.adapt.weights.stock import load_stock
 from moetune.adapters.base import base_of
 from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, beyond_plain, open_adapter, read_adapter
 from moetune.adapters.read import read, sure
+from moetune.compat.peft import targets_module
 from moetune.config.schema import (
     AdaptConfig,
     DataConfig,
@@ -279,6 +280,8 @@ def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceTyp
     """
     settings, tensors, _ = read_adapter(path)
     base = model.config.path
+    if not beyond_plain(settings):
+        _refuse_other_layout(what, path, base, device)
     try:
         plain: Any = _stock(model, device)
     except UserError as error:
@@ -304,24 +307,24 @@ def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceTyp
         f"the factors in {what!r}",
         base,
     )
-    if not beyond_plain(settings):
-        _refuse_other_layout(what, path, base, device)
     return adapted.get_base_model().eval()  # type: ignore[return-value]
 
 
 def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -> None:
-    """Raise `UserError` if an adapter has the names and shapes of PEFT's layout, but another order of the experts.
+    """Raise `UserError` if an adapter is in another layout than PEFT's, or its settings are those of a server.
 
-    PEFT would load it without an error, and compute something else. `base` is the base that it names.
+    PEFT would compute something else, or not tell what to do. `base` is the base that it names.
     """
     model, stored = resolve_model(ModelConfig.named(base), device), open_adapter(path)
     of = base_of(model.source, model.plain, model.structure, base)
     parsed = sure(read(stored, of), stored)
     if parsed.layout not in (None, of.peft_layout):
-        raise UserError(
-            f"the adapter in {what!r} is in the layout {parsed.layout}, which PEFT would read wrongly; moetune adapter "
-            f"convert {base} {what} --to peft --out DIR"
-        )
+        why = f"is in the layout {parsed.layout}, and PEFT reads {of.peft_layout} with this base"
+    elif any(targets_module(stored.settings, experts) for experts in parsed.adapter.experts):
+        why = "names modules of experts in target_modules, which vLLM reads and PEFT does not"
+    else:
+        return
+    raise UserError(f"the adapter in {what!r} {why}; moetune adapter convert {base} {what} --to peft --out DIR")
 
 
 def _stock(model: ResolvedModel, device: DeviceType) -> PreTrainedModel:

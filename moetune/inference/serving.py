@@ -101,7 +101,7 @@ def serving(
     if (folder / RUN_FILE).is_file():
         run, folder = folder, folder.with_name(f"{folder.name}-served")
         if not folder.exists():
-            export(run, "vllm", folder)
+            notes += export(run, "vllm", folder).notes
         else:  # the run may have gone on since
             notes.append(f"{folder} is served as it was exported before, not the run's newest checkpoint")
         notes.append(f"the run's adapter is in {folder}; remove it to export again")

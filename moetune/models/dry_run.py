@@ -22,7 +22,7 @@ from moetune.compat.fake_mode import QuickFakeMode, without_fake_reports
 from moetune.compat.transformers import fix_rotary_length, without_packages
 from moetune.errors import UserError, one_line, shown
 from moetune.models.moe import is_experts
-from moetune.models.stack import decoder_layers, leave_out, made_alike
+from moetune.models.stack import decoder_layers, every_layer, leave_out, made_alike
 
 _TOKENS = 13
 """Tokens of the pass: prime, because a wrong size may divide a number of tokens where it does not divide another."""
@@ -56,9 +56,11 @@ def count_lists(config: PretrainedConfig) -> None:
 
 def shortened(plain: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model that runs one of identical decoder layers, whose experts return what they are given."""
-    kinds, layers = [*made_alike(plain).values()], [*decoder_layers(plain).values()]
-    again = {number for number, layer in enumerate(kinds) if layer in kinds[:number]}
-    model = copy.deepcopy(plain, {id(layers[number]): layers[number] for number in again})
+    kinds = made_alike(plain)
+    first = {kind: path for path, kind in reversed(kinds.items())}
+    numbered = enumerate(every_layer(plain).items())  # `plain` may lack layers itself
+    again = {number: layer for number, (path, layer) in numbered if path in kinds and first[kinds[path]] != path}
+    model = copy.deepcopy(plain, {id(layer): layer for layer in again.values()})  # these are not copied
     leave_out(model, again)
     for path in [path for path, module in model.named_modules() if is_experts(module)]:
         model.set_submodule(path, _NoExperts())

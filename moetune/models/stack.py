@@ -133,7 +133,10 @@ class OnOtherRank(nn.Module):
     """Replacement for the embedding or the LM head on ranks without it; other attributes are read from the original.
 
     Called with token ids, it returns zeros [..., hidden] that take the memory of one element: the stage replaces them.
+    They are on the `device` of the stage: the code of Llama 4 has sent the ids to the original's, meta.
     """
+
+    device: torch.device | None = None
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class OnOtherRank(nn.Module):
         return OnOtherRank(self._module)
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
+        return torch.zeros((), dtype=self.dtype, device=self.device or ids.device).expand(*ids.shape, self.width)
 
 
 class StageLayers:
@@ -173,6 +176,9 @@ class StageLayers:
         before = {path: self._model.get_submodule(path) for path in self._swaps}
         try:
             self._last.hidden = hidden
+            for module in self._model.modules():
+                if isinstance(module, OnOtherRank) and hidden is not None:
+                    module.device = hidden.device
             for path, module in self._swaps.items():
                 self._model.set_submodule(path, module)
             yield

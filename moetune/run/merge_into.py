@@ -103,8 +103,9 @@ def keys_to_round(model: ResolvedModel, base: Tensors, format: Format) -> set[st
             of_gpt_oss = mapping.conversion is None and layer.shape.is_transposed and not layer.shape.is_concatenated
             if not (of_gpt_oss if is_stacked else apart):
                 layout = "gpt-oss" if is_stacked else "models with a tensor for each expert"
+                into = format.name.partition("-")[0]  # as the option has it
                 raise UserError(
-                    f"--into {format.name}: of model type {structure.model_type!r} no checkpoints are published so, "
+                    f"--into {into}: of model type {structure.model_type!r} no checkpoints are published so, "
                     f"only of {layout}; export without --into, or as an adapter"
                 )
             experts |= {*mapping.every_key()}

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moetune.adapters.check import MIXED_FORMAT, check
 from moetune.adapters.factors import Adapter, Factors
-from moetune.adapters.read import LAYOUTS
+from moetune.adapters.files import open_adapter, write_adapter
+from moetune.adapters.read import LAYOUTS, read
 from moetune.adapters.stacked import ORDERS, Order
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
@@ -73,6 +74,38 @@ def test_factors_that_peft_ignores_because_of_the_settings(settings: dict[str, A
     said = check(replace(stored, settings={**stored.settings, **settings}), base).programs["peft"]
     assert said is not None
     assert "it ignores the factors of model.layers.0.self_attn." in said
+
+
+def test_settings_of_vllm_are_not_for_peft(tmp_path: Path) -> None:
+    """They name the module of stacked experts, whose factors have the same names and shapes as PEFT's."""
+    base = base_of_toy("gpt_oss")
+    stored = write(tmp_path, make_adapter(base), base, "peft")
+    assert {program for program, said in check(stored, base).programs.items() if said is None} == {
+        "peft", "vllm", "unsloth"
+    }  # fmt: skip
+    report = check(replace(stored, settings=laid_out(make_adapter(base), base, "vllm").settings), base)
+    assert {program for program, said in report.programs.items() if said is None} == {"vllm"}
+    assert "target_modules name model.layers.0.mlp.experts" in str(report.programs["peft"])
+
+
+def test_stacked_experts_that_vllm_does_not_read(tmp_path: Path) -> None:
+    base = base_of_toy("llama4_text")
+    for program in ("peft", "vllm"):
+        laid = laid_out(make_adapter(base), base, program)
+        (tmp_path / program).mkdir()
+        write_adapter(tmp_path / program, laid.tensors, laid.settings, laid.record())
+        report = check(open_adapter(tmp_path / program), base)
+        assert report.problems == []
+        assert "and not for llama4_text" in str(report.programs["vllm"])
+
+
+def test_of_an_adapter_of_another_base_no_value_is_compared(tmp_path: Path) -> None:
+    base, other = base_of_toy("mixtral"), base_of_toy("llama4_text", hidden_size=64)
+    laid = laid_out(make_adapter(base), base, "peft")
+    write_adapter(tmp_path, laid.tensors, laid.settings, laid.record())
+    parsed = read(open_adapter(tmp_path), other)
+    assert parsed.unread
+    assert parsed.doubts == []
 
 
 @pytest.mark.parametrize(

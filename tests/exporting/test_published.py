@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from moetune.adapt.start_from.start import open_start
 from moetune.errors import UserError
+from moetune.exporting.adapter import merge_adapter
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
 from moetune.formats.base import Quantized
@@ -68,14 +69,15 @@ def test_exports_compute_what_the_run_does(run: Run, tmp_path: Path) -> None:
     assert expected != pytest.approx(loss(run.base), rel=1e-4)
     assert open_model(str(run.base)).kind == "packed"
     merged = export(run.path, "merged", tmp_path / "merged")
-    assert any("mxfp4" in note for note in merged.notes)
+    assert any("published quantized" in note for note in merged.notes)
     assert loss(tmp_path / "merged") == pytest.approx(expected, rel=2e-3)  # trained weights rounded to bfloat16
     if "lora" in run.path.parent.name:
         export(run.path, "peft", tmp_path / "adapter")
         assert loss(tmp_path / "adapter") == pytest.approx(expected, rel=1e-5)
+        assert merge_adapter(str(run.base), tmp_path / "adapter", tmp_path / "by_adapter").notes == [*merged.notes]
         return
     export(run.path, "delta", tmp_path / "delta")
-    apply_delta(tmp_path / "delta", run.base, tmp_path / "applied")
+    assert apply_delta(tmp_path / "delta", run.base, tmp_path / "applied").notes == merged.notes
     one, other = tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "applied")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -24,6 +24,7 @@ from moetune.training.folder.manifest import write_manifest
 from moetune.training.folder.run_folder import RunFolder
 from moetune.watch import memory_record
 from tests import small
+from tests.exporting.runs import write_run
 from tests.resolved import train, write_quantized_base
 from tests.thinned import in_pairs
 
@@ -313,6 +314,16 @@ def test_an_adapter_of_another_base_or_of_later_tokens(
     said("adapter/adapter_config.json", **settings)(folder)
     with pytest.raises(UserError, match=message):
         find(str(folder / "adapter"))
+
+
+def test_an_adapter_for_vllm_is_refused_with_the_command_that_converts_it(small_model: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", small_model, small.ADAPT["lora"])
+    export(run.path, "vllm", tmp_path / "vllm")
+    export(run.path, "peft", tmp_path / "peft")
+    said("peft/adapter_config.json", target_modules=["experts"])(tmp_path)  # as vLLM has it for gpt-oss
+    for name, why in (("vllm", "in the layout per-expert"), ("peft", "names modules of experts in target_modules")):
+        with pytest.raises(UserError, match=rf"{why}, .* adapter convert .* --to peft"):
+            _ = find(str(tmp_path / name)).model
 
 
 def test_an_adapter_is_asked_in_the_template_and_the_tokens_that_stand_beside_it(made: Path, tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def test_a_run_is_exported_and_its_rank_rounded_up(runs: Callable[[str], ToyRun]
     assert options(serving(str(run.path), "vllm"))["--max-loras"] == "2"  # for a CPU
 
 
+def test_what_the_export_of_a_run_says_is_said(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2, max_position_embeddings=4096)
+    run = write_run(tmp_path / "run", base, {"lora": LORA | {"rank": {"attention": 4, "experts": 12}}})
+    assert any("its ranks 4, 12 became 12" in note for note in serving(str(run.path), "vllm").notes)
+
+
 @pytest.mark.full
 def test_factors_in_pefts_layout_need_the_mixed_format_or_are_refused(runs: Callable[[str], ToyRun]) -> None:
     """Mixtral's experts have another name in vLLM, which drops them without a message."""

@@ -9,8 +9,9 @@ import pytest
 
 from moetune.errors import UserError
 from moetune.models.catalog import model_names
-from moetune.models.dry_run import refuse_unrunnable
+from moetune.models.dry_run import refuse_unrunnable, shortened
 from moetune.models.source import find_model_source
+from moetune.models.stack import leave_out
 from moetune.models.structure import meta_model, read_structure
 from tests.toys import expert_model_types, toy_config
 
@@ -82,3 +83,13 @@ def test_commands_refuse_before_they_build(tmp_path: Path, moetune: Any) -> None
     for command in (["count", tmp_path], ["predict", tmp_path, "--lora", "4"]):
         result = moetune(*command)
         assert (result.code, "qk_rope_head_dim 7" in result.err) == (2, True)
+
+
+def test_a_model_that_lacks_layers_is_not_changed() -> None:
+    """As one that is traced with a few of its layers, whose numbers are not their places among those that run."""
+    plain = meta_model(toy_config("mixtral"))
+    leave_out(plain, {2})
+    before = [*plain.state_dict()]
+    shorter = shortened(plain)
+    assert [*plain.state_dict()] == before
+    assert {name.split(".")[2] for name in shorter.state_dict() if ".layers." in name} == {"0"}

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from moetune.config.schema import RunConfig
-from moetune.models.structure import read_structure
+from moetune.models.structure import meta_model, read_structure
 from moetune.parallel.ranks import Ranks
 from tests import small
 from tests.parallel import predicted, world
@@ -43,7 +43,7 @@ def write_toy(folder: Path, model_type: str, layers: int = 4) -> Path:
     model = toy_model(
         model_type, vocab_size=small.write_tokenizer(folder)["vocab_size"], num_hidden_layers=layers, **kinds
     )
-    for layer in read_structure(model).moe_layers:
+    for layer in read_structure(meta_model(model.config)).moe_layers:
         for name, parameter in model.get_submodule(layer.router).named_parameters():
             if name == "weight":
                 torch.nn.init.normal_(parameter, std=0.5)

@@ -1,5 +1,6 @@
 """Pipelines against one process: whole runs, checkpoints read by other layouts, predictions; and what is refused."""
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from itertools import combinations, pairwise
@@ -18,7 +19,7 @@ from moetune.exporting.export import export
 from moetune.memory.predict import predict_memory
 from moetune.models.catalog.gpus import find_gpu
 from moetune.models.dry_run import flow_of
-from moetune.models.stack import StageLayers, every_layer
+from moetune.models.stack import OnOtherRank, StageLayers, every_layer
 from moetune.models.structure import meta_model
 from moetune.planning.predictor import Predictor
 from moetune.run.resolve import resolve
@@ -119,7 +120,9 @@ def toy_config_of(
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "llama4_text"]
+)
 def test_every_kind_of_model_in_every_layout(
     model_type: str, layout: str, of_one_rank: Callable[[str, int], Path], data: Path, tmp_path: Path
 ) -> None:
@@ -215,25 +218,29 @@ def test_a_report_names_the_stages(model: Path, tmp_path: Path) -> None:
     "model_type",
     [
         name
-        if name in ("mixtral", "gpt_oss", "granitemoehybrid", "gemma4_text")
+        if name in ("mixtral", "gpt_oss", "granitemoehybrid", "gemma4_text", "llama4_text")
         else pytest.param(name, marks=pytest.mark.full)
-        for name in expert_model_types()
+        for name in [*expert_model_types(), "llama4_text"]
         if (toy := toy_config(name)).get_text_config() is toy
     ],
 )
 def test_stages_compute_what_the_model_does_or_are_refused(model_type: str) -> None:
-    """Of every architecture, bit by bit: scaled embeddings, hybrids and dense first layers included."""
+    """Of every architecture, bit by bit: scaled embeddings, hybrids and dense first layers included. The second has no
+    embedding."""
     why, _ = flow_of(meta_model(toy_config(model_type)))
     assert bool(why) == (model_type in REFUSED), why
     if why:
         return
     whole = toy_model(model_type).eval()
     ids = torch.randint(5, 90, (2, 13), generator=torch.Generator().manual_seed(0))
-    count, hidden = len(every_layer(whole)), None
+    count, hidden, embedding = len(every_layer(whole)), None, whole.get_input_embeddings()
+    path = next(path for path, module in whole.named_modules() if module is embedding)
     with torch.no_grad():
         expected: Tensor = whole(input_ids=ids, use_cache=False).logits
         for layers in (range(count // 2), range(count // 2, count)):
             stage = StageLayers(whole, layers)
+            if hidden is not None:
+                whole.set_submodule(path, OnOtherRank(copy.deepcopy(embedding).to("meta")))
             with stage.entered(hidden):
                 if not stage.is_last:
                     hidden = stage.hidden_states({"input_ids": ids})

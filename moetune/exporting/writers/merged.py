@@ -40,16 +40,15 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     fingerprint, output = copy_checkpoint(folder, out)
     of_base = confirmed_base(run, folder, fingerprint)
     changed = write_updates(targets, base, output)
-    notes = complete_config(out)
-    if any(isinstance(tensor, Quantized) for tensor in base.values()):
-        method = model.source.quantization.method
-        notes += (f"the base is published quantized ({method}); all weights are in 16 bits here, unless with --into",)
+    notes = complete_config(out, base)
     write_export_manifest(out, manifest_entries(run) | {"format": "merged", "base": of_base.to_json()})
     return Written(len(changed), sum(base[key].nbytes for key in changed), notes)
 
 
-def complete_config(out: Path) -> tuple[str, ...]:
+def complete_config(out: Path, base: Mapping[str, Stored]) -> tuple[str, ...]:
     """Write to the `config.json` in `out` what programs need that go by it alone; return notes for the user.
+
+    `base` are the tensors of the base, if what is quantized there is not in `out`; else it is empty.
 
     Nothing is tied, if the weights there hold apart what it ties; and keys by which configurations said the same before
     transformers 5 stand beside those of today (seen in mlx-lm 0.32: without `rope_theta` it takes its own default). No
@@ -61,6 +60,8 @@ def complete_config(out: Path) -> tuple[str, ...]:
             if settings.pop("auto_map", None) is not None:
                 _write_json(file, settings)
     config, notes = read_json(out / "config.json", dict[str, Any]), tuple[str, ...]()
+    if any(isinstance(tensor, Quantized) for tensor in base.values()):
+        notes = ("the base is published quantized; all weights are in 16 bits here, unless by export --into",)
     sections = [section for section in (config, config.get("text_config")) if isinstance(section, dict)]
     for section in sections:
         for key, value in _old_keys(section).items():
@@ -69,7 +70,7 @@ def complete_config(out: Path) -> tuple[str, ...]:
         if find_model_source(str(out)).is_apart:
             for section in sections:
                 section["tie_word_embeddings"] = False
-            notes = ("the LM head is a tensor of its own; config.json says so now (tie_word_embeddings: false)",)
+            notes += ("the LM head is a tensor of its own; config.json says so now (tie_word_embeddings: false)",)
     if config != read_json(out / "config.json", dict[str, Any]):
         _write_json(out / "config.json", config)
     return notes

@@ -105,7 +105,7 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
     survivals = [_survival(layer, sums[layer]) for layer in ordered]
     if sums:
         survivals.append(_survival(None, torch.stack([*sums.values()]).sum(0)))
-    return Written(len(changed), size, complete_config(out)), tuple(survivals)
+    return Written(len(changed), size, complete_config(out, {})), tuple(survivals)
 
 
 def _sums(change: Tensor, rounded: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def test_keys_of_before_transformers_5_say_the_same(model_type: str, tmp_path: P
     """mlx-lm reads no `rope_parameters`, and takes its own default for a `rope_theta` that is missing."""
     toy_config(model_type).save_pretrained(tmp_path)
     before, stored = AutoConfig.from_pretrained(tmp_path).to_dict(), json.loads((tmp_path / "config.json").read_text())
-    complete_config(tmp_path)
+    complete_config(tmp_path, {})
     after = json.loads((tmp_path / "config.json").read_text())
     for old, new in ((stored, after), (stored.get("text_config", {}), after.get("text_config", {}))):
         assert old.keys() <= new.keys()

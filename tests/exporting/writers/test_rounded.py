@@ -176,7 +176,7 @@ def test_what_has_no_such_layout_is_refused(tmp_path: Path) -> None:
             "mxfp4",
             "--into mxfp4: of model type 'qwen3_moe' no checkpoints are published so, only of gpt-oss",
         ),
-        ("granitemoe", "fp8", "--into fp8: of model type 'granitemoe' .* a tensor for each expert"),
+        ("granitemoe", "int4", "--into int4: of model type 'granitemoe' .* a tensor for each expert"),
     ):
         folder = tmp_path / model_type
         run = write_run(folder / "run", write_base(folder / "base", model_type), runs.ADAPT["lora"])

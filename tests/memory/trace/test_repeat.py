@@ -39,6 +39,7 @@ LINEAR = {"layer_types": ["linear_attention", "linear_attention", "full_attentio
 SOME = {"experts": {"layers": "0-6", "ids": [0, 1]}}
 LOMO = {"optimizer": {"name": "lomo"}, "model": {"experts_on": "host"}, "train": {"checkpointing": "offload"}}
 BY_LAYER = {"default": "nf4", "parts": {"attention": "int8"}, "layers": {"0": {"experts": "bf16"}, "4-9": "bf16"}}
+ROUNDED = {"model": {"base": "bf16"}, "train": {"merge_into": "int4"}}
 CASES = {
     "lora": ("mixtral", LORA, {}, {"num_hidden_layers": 6}),
     "experts": ("mixtral", EXPERTS, {"train": {"accumulate": 3}}, {"num_hidden_layers": 9}),
@@ -50,6 +51,7 @@ CASES = {
     "a rank for each": ("mixtral", RANKS, {}, {"num_hidden_layers": 10}),
     "rows kept of some": ("mixtral", LORA, KEEPS_ROWS, {"num_hidden_layers": 10}),
     "a base in three precisions": ("mixtral", LORA, {"model": {"base": BY_LAYER}}, {"num_hidden_layers": 10}),
+    "merged weights rounded": ("mixtral", LORA, ROUNDED, {"num_hidden_layers": 10, "intermediate_size": 64}),
     "lomo": ("mixtral", EXPERTS, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
     "two passes": ("llama", EVERYTHING, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
     "updates on the host": ("mixtral", EXPERTS, OFFLOAD, {"num_hidden_layers": 6}),
