@@ -20,7 +20,7 @@ from moetune.errors import UserError, counted, raise_problems
 from moetune.formats.source_quantization import SourceQuantization
 from moetune.formats.table import FORMATS
 from moetune.models.dry_run import flow_of
-from moetune.models.stack import every_layer
+from moetune.models.stack import decoder_stack, every_layer
 from moetune.models.structure import ModelStructure
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
@@ -148,6 +148,12 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
             yield "adapt.lora.share: outer is about factors of experts, and none gets any; leave it out"
         if (ep := run.config.parallel.ep) > 1:
             yield f"adapt.lora.share: outer: parallel.ep: {ep} divides the experts that share factors; set ep: 1"
+    shards = run.config.parallel.fsdp if run.config.parallel.engine == "fsdp2" else 1
+    if shards > 1 and plain.get_decoder() not in (plain, decoder_stack(plain)):
+        yield (
+            f"parallel.fsdp: {shards} would shard layers of {model_type!r}, whose tokens are embedded outside of them; "
+            "set replicate or pp in its place, or engine: deepspeed"
+        )
     if (train.router_aux_loss or train.router_z_loss) and not layers:
         yield f"train.router_aux_loss / router_z_loss: {model_type!r} is a dense model without routers; set both to 0"
     if isinstance(train.keep_rows, int) and train.keep_rows > layers:

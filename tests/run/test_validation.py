@@ -100,6 +100,14 @@ def test_router_losses_of_a_dense_model(tmp_path: Path) -> None:
         resolve(config_of(tmp_path, {"also": ["norm"]}, train={"router_z_loss": 0.1}), "cuda")
 
 
+def test_a_model_that_embeds_tokens_outside_of_its_layers_is_not_sharded(tmp_path: Path) -> None:
+    toy_config("llama4").save_pretrained(tmp_path)
+    two = {"hardware": {"count": 2}, "model": {"weights": "random"}}
+    resolve(config_of(tmp_path, {"router": "all"}, parallel={"replicate": 2}, **two), "cuda")
+    with pytest.raises(UserError, match=r"parallel\.fsdp: 2 would shard layers of 'llama4', whose tokens"):
+        resolve(config_of(tmp_path, {"router": "all"}, parallel={"fsdp": 2}, **two), "cuda")
+
+
 def test_a_checkpoint_in_a_format_that_is_not_read_is_refused_unless_its_weights_are_drawn(tmp_path: Path) -> None:
     config = toy_config("mixtral").to_dict() | {"quantization_config": {"quant_method": "aqlm"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
