@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from re import Pattern
@@ -215,6 +215,20 @@ def _refuse_unread(folder: Path, header: Mapping[str, Stored]) -> None:
             raise UserError(
                 f"{where} of type {tensor.dtype}, which is not read; save it as one of {', '.join(_FLOATS)}"
             )
+
+
+@dataclass(frozen=True)
+class _Added:
+    """What is read of a `tokenizer.json`."""
+
+    added_tokens: list[dict[str, Any]] = field(default_factory=list)
+
+
+def added_tokens(folder: Path) -> set[str] | None:
+    """Return the added tokens of the tokenizer in a folder; None if it has no tokenizer.json, `UserError` if that is
+    damaged."""
+    file = folder / "tokenizer.json"
+    return {str(token.get("content")) for token in read_json(file, _Added).added_tokens} if file.is_file() else None
 
 
 def beyond_plain(settings: Mapping[str, Any]) -> list[str]:

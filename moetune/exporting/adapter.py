@@ -1,9 +1,8 @@
 """`moetune adapter`: open an adapter and its base, check, convert, merge and compare."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from moetune.adapters.base import AdapterBase, base_of, named_base, of_another_b
 from moetune.adapters.check import AdapterReport
 from moetune.adapters.difference import AdapterDifference, difference
 from moetune.adapters.factors import Adapter
-from moetune.adapters.files import CHAT_TEMPLATE_FILE, StoredAdapter, open_adapter, write_adapter
+from moetune.adapters.files import CHAT_TEMPLATE_FILE, StoredAdapter, added_tokens, open_adapter, write_adapter
 from moetune.adapters.read import Read, read, sure
 from moetune.adapters.write import laid_out
 from moetune.atomic import new_folder
@@ -24,20 +23,13 @@ from moetune.exporting.writers.merged import complete_config, copy_checkpoint
 from moetune.exporting.writers.updates import Update, new_rows, of_expert, of_linear, of_whole, placed, write_updates
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.json_files import Answer, read_json
+from moetune.json_files import Answer
 from moetune.models.hub.fingerprint import Base
 from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.hub.snapshot import copy_small_file
 from moetune.run.resolve import resolve_model, untied_model
 from moetune.run.resolved import ResolvedModel
 from moetune.tensor_files import Held, Stored
-
-
-@dataclass(frozen=True)
-class _Added:
-    """What is read of a `tokenizer.json`."""
-
-    added_tokens: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -194,10 +186,9 @@ def _copy_template(stored: StoredAdapter, out: Path) -> None:
 
 def _of_more_tokens(stored: StoredAdapter, out: Path) -> list[str]:
     """Return a note if the tokenizer beside an adapter has added tokens that the one of the base, in `out`, lacks."""
-    files = [folder / "tokenizer.json" for folder in (stored.folder, out)]
-    if not all(file.is_file() for file in files):
+    own, of_base = added_tokens(stored.folder), added_tokens(out)
+    if of_base is None or own is None:
         return []
-    own, of_base = ({str(token.get("content")) for token in read_json(file, _Added).added_tokens} for file in files)
     lacking = f"{len(own - of_base)} of its added tokens"
     return [f"the tokenizer is the base's, and lacks {lacking}: copy that of {stored}"] if own - of_base else []
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,10 +10,9 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.start_from.delta import check_delta, load_delta
 from moetune.adapt.start_from.peft_adapter import check_peft, load_peft
 from moetune.adapt.weights.base import refuse_other_headers
-from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, WEIGHTS_FILE
+from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, WEIGHTS_FILE, added_tokens
 from moetune.errors import UserError, counted, raise_problems
 from moetune.files import expanded
-from moetune.json_files import read_json
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
 from moetune.models.hub.fingerprint import Base
 from moetune.run import validation
@@ -55,12 +53,11 @@ class Start:
     def other_texts(self, tokenizer: PreTrainedTokenizerBase, with_template: bool) -> Iterator[str]:
         """Yield what an adapter has beside it for texts and `tokenizer`, that of the run, has not: added tokens and,
         `with_template`, a chat template."""
-        template, tokens = self.folder / CHAT_TEMPLATE_FILE, self.folder / "tokenizer.json"
+        template = self.folder / CHAT_TEMPLATE_FILE
         written = template.read_text(encoding="utf-8").strip() if with_template and template.is_file() else ""
         if written not in (tokenizer.chat_template or ""):
             yield f"chats are written by another template than its own; data.chat_template: {template} takes that"
-        own = read_json(tokens, dict[str, Any]).get("added_tokens", []) if tokens.is_file() else []
-        if lacking := {token["content"] for token in own} - tokenizer.get_added_vocab().keys():
+        if lacking := (added_tokens(self.folder) or set()) - tokenizer.get_added_vocab().keys():
             yield (
                 f"{counted(len(lacking), 'added token')} of its tokenizer.json, as {min(lacking)}, are not in that of "
                 "model.path, by which texts are read; copy it there"
