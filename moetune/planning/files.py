@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -25,11 +26,17 @@ def write_runs(plan: Plan, folder: Path) -> list[Path]:
         files.append(folder / f"{re.sub(r'[^a-z0-9]+', '-', words.lower())}.yaml")
         if os.path.lexists(files[-1]):
             raise UserError(f"{str(files[-1])!r} exists; choose another folder with --write")
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, candidate in zip(files, plan.candidates, strict=True):
             write_whole(file, run_text(candidate, file), new=True)
     except OSError as error:
+        with suppress(OSError):
+            for file in files:
+                file.unlink(missing_ok=True)
+            if is_new:
+                folder.rmdir()
         raise UserError(f"{str(folder)!r} cannot be written: {error.strerror or error}") from error
     return files
 

@@ -112,6 +112,10 @@ def test_all_linear_of_stock_peft_is_merged_converted_and_trained_on(model_type:
             (problem,) = check_adapter(path, stock, program="vllm").problems
             assert re.search(r"vLLM does not apply factors on .*kv_b_proj and 1 more.*merge", problem)
             continue
+        if program == "vllm" and model_type.startswith("qwen3"):
+            with pytest.raises(UserError, match="vLLM has no LoRA on routers"):
+                convert_adapter(path, stock, program, tmp_path / program)
+            continue
         convert_adapter(path, stock, program, tmp_path / program)
         assert diff_adapters(stock, tmp_path / program, base=path).equal
         merge_adapter(path, tmp_path / program, tmp_path / "merged", overwrite=True)

@@ -40,7 +40,9 @@ def selection(structure: ModelStructure) -> dict[str, Any]:
 
 @pytest.mark.one_in(12)
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", thinned(sorted({*expert_model_types(), *IN_CATALOG}), 6, ("mixtral", "gpt_oss")))
+@pytest.mark.parametrize(
+    "model_type", thinned(sorted({*expert_model_types(), *IN_CATALOG} - {"llama4"}), 6, ("mixtral", "gpt_oss"))
+)
 def test_hub_to_bank_to_hub(model_type: str, tmp_path: Path) -> None:
     toy = make_toy(model_type)
     toy.save_pretrained(tmp_path / "base")
