@@ -176,9 +176,9 @@ class StageLayers:
         before = {path: self._model.get_submodule(path) for path in self._swaps}
         try:
             self._last.hidden = hidden
-            for module in self._model.modules():
-                if isinstance(module, OnOtherRank) and hidden is not None:
-                    module.device = hidden.device
+            embedding = self._model.get_input_embeddings()
+            if isinstance(embedding, OnOtherRank) and hidden is not None:
+                embedding.device = hidden.device
             for path, module in self._swaps.items():
                 self._model.set_submodule(path, module)
             yield

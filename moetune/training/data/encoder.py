@@ -87,10 +87,12 @@ class Encoder:
         self._spelled: set[str] = set()
         self._unanswered = 0
         self._odd: Counter[str] = Counter()
-        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         if format == "text":  # these begin and end texts that are no chats, too
-            special -= {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
-        self._special = re.compile("|".join(map(re.escape, sorted(special))) or r"(?!)")
+            self._special -= {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+        # Thousands that differ in a number alone, as Gemma's <unused0>, would be as many tries at each "<" of a text.
+        shapes = {re.sub(r"[0-9]+", "[0-9]+", re.escape(token)) for token in self._special}
+        self._like_special = re.compile("|".join(sorted(shapes)) or r"(?!)")
         self._template: ChatTemplate | None = None
         if format in ("chat", "sharegpt") or (format == "alpaca" and tokenizer.chat_template):
             if not tokenizer.is_fast:
@@ -139,7 +141,7 @@ class Encoder:
             else:
                 parts = [self._text(record) if self.format == "text" else self._prompt(record)]
         if self._template is not None or self.format == "text":
-            self._spelled.update(*map(self._special.findall, texts))
+            self._spelled.update(*(self._special.intersection(self._like_special.findall(text)) for text in texts))
         self._odd.update(what for what, pattern in _ODD.items() for text in texts if pattern.search(text))
         documents = []
         for ids, trains in parts:
