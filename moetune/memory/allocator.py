@@ -5,16 +5,20 @@ default settings and a single stream; docs/concepts/allocator.md explains them a
 in bytes; requests are first rounded up to multiples of 512.
 """
 
+import os
+import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+Allocator = Literal["default", "expandable"]
+"""Configuration of torch's caching allocator: default segments, or `expandable_segments:True`."""
 
 Event = tuple[int, int]
 """(id, bytes): a storage is allocated; (id, -1): it is freed. A storage of 0 bytes takes no memory."""
-
-WORKSPACES = 2
-"""Number of cuBLAS workspaces in the allocator: one for the forward thread and one for the backward thread."""
 
 SMALLEST_BLOCK = 512  # kMinBlockSize
 _LARGEST_SMALL = 1 << 20  # kSmallSize: largest request that is served by the small pool
@@ -26,6 +30,15 @@ _OWN_SEGMENT = 10 << 20  # kMinLargeAlloc: requests of at least this size get a 
 _OWN_ROUNDING = 2 << 20  # kRoundLarge
 # torch reserves addresses for 9/8 of the GPU's memory. 2^60 exceeds any GPU, so that addresses never run out.
 _ADDRESSES = 1 << 60
+
+
+def allocator_here(unset: Allocator = "default") -> Allocator:
+    """Return the allocator that PYTORCH_ALLOC_CONF or else PYTORCH_CUDA_ALLOC_CONF configures; `unset` if neither is
+    set."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if settings is None:
+        return unset
+    return "expandable" if re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE) else "default"
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,64 @@ class Reserved:
     reserved_at_end: int
     cache_flushes: int
     fits: bool
+
+
+def peaks_with_holes(
+    allocations: Callable[..., Iterable[Event]],
+    workspaces: Sequence[int],
+    rounded_peak: int,
+    matrix: int,
+    *,
+    expandable: bool,
+    capacity: int | None,
+) -> tuple[int, int]:
+    """Simulate a process's allocations behind its cuBLAS workspaces; return the peaks of allocated and of reserved
+    bytes.
+
+    Loading may leave a hole between the weights, so the largest reserved peak of three simulations is returned: with
+    holes of 0, `matrix` and 8 · `matrix` bytes. If only the reserved bytes exceed `capacity`, the simulations that do
+    are repeated with this limit, at which the allocator returns unused memory to the driver; if one fails even so, the
+    bytes that it would have reserved count.
+
+    Args:
+        allocations: (hole, sizes) -> the events with a hole of these bytes, of storages of these sizes alone, as
+            `Trace.allocations`.
+        workspaces: bytes of each cuBLAS workspace.
+        rounded_peak: the most bytes of the events that are alive at once, each rounded up to 512.
+        matrix: bytes of the largest matrix that is quantized while weights are loaded.
+    """
+    holes = (0, matrix, 8 * matrix)
+
+    def events(hole: int, sizes: tuple[int, int] | None = None) -> Iterator[Event]:
+        for number, workspace in enumerate(workspaces):
+            if sizes is None or sizes[0] <= workspace <= sizes[1]:
+                yield -1 - number, workspace
+        yield from allocations(hole, sizes)
+
+    def played(hole: int, capacity: int | None) -> Reserved:
+        return simulate(events(hole), expandable=expandable, capacity=capacity)
+
+    @cache
+    def of_pool(sizes: tuple[int, int], hole: int) -> int:
+        return simulate(events(hole, sizes), expandable=expandable).peak_reserved
+
+    if expandable:  # without a limit neither pool changes the other, and blocks are as large as what was requested
+        allocated = rounded_peak + sum(workspaces)
+        free = [sum(of_pool((low, high), hole if low <= hole <= high else 0) for low, high in POOLS) for hole in holes]
+    else:
+        unlimited = [played(hole, None) for hole in holes]
+        allocated, free = unlimited[0].peak_allocated, [simulated.peak_reserved for simulated in unlimited]
+    if capacity is None or not max(free) > capacity >= allocated:
+        return allocated, max(free)
+    most = 0
+    for hole, reserved in zip(holes, free, strict=True):
+        if reserved > capacity:
+            limited = played(hole, capacity)
+            if not limited.fits:
+                return allocated, max(free)
+            reserved = limited.peak_reserved
+        most = max(most, reserved)
+    return allocated, most
 
 
 def simulate(events: Iterable[Event], *, expandable: bool, capacity: int | None = None) -> Reserved:

@@ -13,9 +13,10 @@ from moetune.cache import file_of, read_cached, write_cached
 from moetune.config.schema import RunConfig
 from moetune.errors import counted
 from moetune.memory.about import about, held_by
+from moetune.memory.allocator import Allocator, allocator_here
 from moetune.memory.assumed_routing import BALANCED, UNKNOWN, AssumedRouting
 from moetune.memory.host import host_of
-from moetune.memory.rank_memory import Allocator, allocator_here, rank_memory
+from moetune.memory.rank_memory import rank_memory
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory
 from moetune.memory.time.estimate import Duration, duration
 from moetune.memory.trace import Trace, trace
@@ -127,14 +128,14 @@ def _predict_expected(
     file = None if cached_as is None else file_of(depends_on)
     report: MemoryReport | None = None if file is None else read_cached(file, MemoryReport)
     if report is None:
-        report = _traced(run, gpu, tracing, routing, allocator)
+        report = _report_by_trace(run, gpu, tracing, routing, allocator)
         if file is not None:
             write_cached(file, MemoryReport, report)
     return report
 
 
 @_collecting_less()
-def _traced(
+def _report_by_trace(
     run: ResolvedRun, gpu: str | Gpu | None, tracing: Tracing, routing: AssumedRouting, allocator: Allocator | None
 ) -> MemoryReport:
     """Trace one rank of each group of ranks that need equal memory, and report all ranks."""

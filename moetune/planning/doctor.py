@@ -16,10 +16,10 @@ from moetune.adapt.guard.exercise import Sizes, samples, sizes_of
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
 from moetune.files import free_bytes
+from moetune.memory.allocator import allocator_here
 from moetune.memory.host import process_here, this_machine
 from moetune.memory.measurement.live import processes_on
 from moetune.memory.measurement.measure import catalog_name
-from moetune.memory.rank_memory import allocator_here
 from moetune.planning.predict import predict
 from moetune.report.units import gib
 from moetune.run.dtypes import this_device

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from itertools import islice
 
+from moetune.memory.allocator import Allocator
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
-from moetune.memory.rank_memory import Allocator
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
 from moetune.planning.predictor import Predictor

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moetune.memory.allocator import Allocator
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.commands.trl import predict_trl
 from moetune.memory.predict import cards_of, predict_memory
-from moetune.memory.rank_memory import Allocator
 from moetune.memory.report import MemoryReport, RankMemory
 from moetune.models.catalog.gpus import Gpu
 from moetune.run.dtypes import DeviceType

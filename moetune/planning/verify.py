@@ -7,10 +7,10 @@ import torch
 
 from moetune.adapt.guard import checked
 from moetune.errors import UserError
+from moetune.memory.allocator import allocator_here
 from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.measurement.measure import catalog_name, measure
 from moetune.memory.predict import predict_memory
-from moetune.memory.rank_memory import allocator_here
 from moetune.memory.trace import trace
 from moetune.planning.settle import settled_on
 from moetune.run.dtypes import device_kind

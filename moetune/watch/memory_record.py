@@ -15,7 +15,6 @@ from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ReadCounts
 from moetune.files import write_whole
-from moetune.memory.allocator import WORKSPACES
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.measurement.live import Refused, watch_cuda
 from moetune.memory.measurement.measure import catalog_name
@@ -186,11 +185,10 @@ def predicted(
         routing: the assumed number of tokens that each expert receives.
         rank: the number of the rank.
     """
-    workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
     traced = trace(run, routing, rank=rank, gpu=card)
     time = None if card is None else time_of(run.config, traced, card)
     pace = Pace() if time is None else Pace(round(time.flops), round(time.limit))
-    return Predicted(traced.parts().total + workspaces, pace)
+    return Predicted(traced.parts().total + sum(traced.workspaces(card)), pace)
 
 
 def as_measured(rows: Mapping[int, Sequence[int]]) -> AssumedRouting:

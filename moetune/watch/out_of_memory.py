@@ -10,7 +10,6 @@ import torch
 
 from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit
-from moetune.memory.allocator import WORKSPACES
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.host import this_machine
 from moetune.memory.measurement.live import Owned, Process, Refused, owned, processes_on
@@ -142,7 +141,7 @@ def describe_out_of_memory(
     if run.config.parallel.ranks == 1:  # a rank of several cannot trace a step while it runs
         with suppress(Exception):  # if the prediction fails, the rest is still reported
             traced = trace(run, gpu=card)
-            beside = 0 if card is None else WORKSPACES * card.cublas_workspace.value
+            beside = sum(traced.workspaces(card))
             predicted, peak = _by_name(parts_at(traced, where, beside)), traced.parts().total + beside
             most = max(peak, predicted["allocated"])  # loading the weights may need more than any step
             sufficient = remedies(run, card or find_gpu("l40s"), refused.lacking + max(0, most - refused.reached))

@@ -1,16 +1,12 @@
 """The caching allocator's rules, each in a scenario worked out by hand, then against a slow version of the rules."""
 
 from collections.abc import Iterable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moetune.memory.allocator import POOLS, Event, Reserved, simulate
-from moetune.memory.rank_memory import _simulated
-from moetune.models.catalog.gpus import find_gpu
+from moetune.memory.allocator import POOLS, Event, Reserved, peaks_with_holes, simulate
 
 MIB = 1 << 20
 
@@ -237,12 +233,10 @@ def test_fragments_that_no_flush_frees_count() -> None:
     allocator would have reserved then counts, as such a process runs out of memory."""
     events = [(0, 15 * MIB), (1, 15 * MIB), (2, 15 * MIB), (1, -1), (3, 16 * MIB)]
     none = [(-1000, 0), (-1000, -1)]  # the hole that loading leaves
-    traced: Any = SimpleNamespace(
-        workspaces=0,
-        rounded_peak=46 * MIB,
-        allocations=lambda hole, sizes=(0, 1 << 60): [*none, *(e for e in events if sizes is None or sizes[0] > MIB)],
-    )
-    card = find_gpu("l40s")
-    assert _simulated(traced, card, True, 0, None) == (46 * MIB, 80 * MIB)
-    assert _simulated(traced, card, True, 0, 80 * MIB) == (46 * MIB, 80 * MIB)
-    assert _simulated(traced, card, True, 0, 60 * MIB) == (46 * MIB, 80 * MIB)  # not 60, which would fit
+
+    def allocations(hole: int, sizes: tuple[int, int] | None) -> list[Event]:
+        return [*none, *(event for event in events if sizes is None or sizes[0] > MIB)]
+
+    for capacity in (None, 80 * MIB, 60 * MIB):  # not 60, which would fit
+        peaks = peaks_with_holes(allocations, [], 46 * MIB, 0, expandable=True, capacity=capacity)
+        assert peaks == (46 * MIB, 80 * MIB)

@@ -15,7 +15,6 @@ from moetune.memory.about import about
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.host import host_of
 from moetune.memory.predict import predict_memory
-from moetune.memory.rank_memory import terms_of
 from moetune.memory.report import LoadPeaks, MemoryReport, RankMemory
 from moetune.memory.trace import Trace
 from moetune.memory.trace.loading import load_peaks
@@ -104,7 +103,7 @@ def _on_cpu(run: ResolvedRun, traced: Trace) -> MemoryReport:
     return MemoryReport(
         model=config.model.path,
         gpu=None,
-        ranks=(RankMemory(0, parts, 0, parts.total, traced.host_peak, tuple(terms_of(traced))),),
+        ranks=(RankMemory(0, parts, 0, parts.total, traced.host_peak, tuple(traced.terms())),),
         assumptions=(f"routing: {BALANCED.name}",),
         load=load,
         moment=traced.moment(),

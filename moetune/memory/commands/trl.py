@@ -10,9 +10,9 @@ from typing import Any
 
 from moetune.errors import UserError
 from moetune.experts.context import CountRows
+from moetune.memory.allocator import Allocator
 from moetune.memory.assumed_routing import BALANCED, UNKNOWN, AssumedRouting
 from moetune.memory.predict import cards_of, predict_memory
-from moetune.memory.rank_memory import Allocator
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.tracing import faked

@@ -15,8 +15,9 @@ from moetune.config.schema import HardwareConfig, ParallelConfig
 from moetune.experts.host import mark_on_host
 from moetune.formats.base import Quantized
 from moetune.memory.about import version
+from moetune.memory.allocator import allocator_here
 from moetune.memory.host import host_of
-from moetune.memory.rank_memory import allocator_here, rank_memory
+from moetune.memory.rank_memory import rank_memory
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, RankMemory
 from moetune.memory.trace import Trace
 from moetune.memory.trace.tracker import Tracker

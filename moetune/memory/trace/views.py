@@ -1,5 +1,6 @@
 """`Trace`: what a log says: peak, bytes by part, timeline, input of the allocator simulation."""
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from moetune.errors import UserError
-from moetune.memory.allocator import SMALLEST_BLOCK, WORKSPACES
+from moetune.memory.allocator import SMALLEST_BLOCK
 from moetune.memory.report import (
     ONCE_PHASES,
     PART_NAMES,
@@ -21,15 +22,27 @@ from moetune.memory.report import (
     Parts,
     Phase,
     Sample,
+    Term,
 )
 from moetune.memory.time.work import Work, WorkPart, sums
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Log
 from moetune.memory.trace.repeat import Events, all_turns, layer_named
+from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.messages import Message
 
 _BEFORE_ALL = -1_000
 """Number, in `Trace.allocations`, of the block that is allocated before everything else."""
+# Part of the peak -> the page in docs/concepts that explains it.
+_PAGES: dict[PartName, str] = {
+    "frozen_weights": "weights",
+    "trainable_weights": "weights",
+    "gradients": "optimizers",
+    "optimizer_states": "optimizers",
+    "master_weights": "optimizers",
+    "saved_activations": "activations",
+    "transient_peak": "activations",
+}
 
 
 @dataclass(frozen=True)
@@ -183,12 +196,12 @@ class Trace:
         """Bytes of CUDA managed memory, which the driver may move between host and device: paged optimizer states."""
         return int(self.bytes[self.events.column("managed").astype(bool)].sum())
 
-    @property
-    def workspaces(self) -> int:
-        """Number of cuBLAS workspaces: 2 if there is a backward pass, which runs in a thread of its own, else 1; 0 if
-        tensors are only loaded."""
+    def workspaces(self, card: Gpu | None) -> list[int]:
+        """Return the bytes of each cuBLAS workspace: of two if there is a backward pass, which runs in a thread of its
+        own, else of one; of none if tensors are only loaded, or on a CPU (None)."""
         phases = {mark.phase for mark in self.log.marks}
-        return WORKSPACES if "backward" in phases else int(phases > {"load"} or "load" not in phases)
+        threads = 2 if "backward" in phases else int(phases > {"load"} or "load" not in phases)
+        return [] if card is None else [card.cublas_workspace.value] * threads
 
     # --- Views --------------------------------------------------------------------------------------------------
 
@@ -207,6 +220,25 @@ class Trace:
         allocations.sort(key=lambda allocation: -allocation.bytes)
         module = layer_named(mark.module, number, layer)
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
+
+    def terms(self) -> list[Term]:
+        """Return the lines that explain the peak, largest first; within a part they sum to that part.
+
+        Storages form a line if they belong to the same part and were made by the same operation in the same kind of
+        module, in any layer.
+        """
+        lines: dict[tuple[PartName, str], list[int]] = {}
+        alive = self.alive()
+        for number, size in zip(self.events.like[alive].tolist(), self.bytes[alive].tolist(), strict=True):
+            block = self.log.blocks[number]
+            kind = re.sub(r"(?:^|.*\.)\d+\.?", "", block.module)  # the path without what comes up to the layer's number
+            label = ": ".join(filter(None, (kind, block.op))) or "of all layers"
+            lines.setdefault((block.part, label), []).append(size)
+        terms = (
+            Term(part, name, f"{len(sizes):,} storages", sum(sizes), f"concepts/{_PAGES[part]}.md")
+            for (part, name), sizes in lines.items()
+        )
+        return sorted((term for term in terms if term.bytes), key=lambda term: -term.bytes)
 
     def phases(self) -> tuple[tuple[Phase, int], ...]:
         """Return (phase, most bytes alive on the device in it) for each phase, in the order in which they begin, of the
