@@ -22,7 +22,7 @@ from moetune.memory.time.estimate import Duration, duration
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.alike import kinds_of
 from moetune.memory.unknowns import Unknown, of_context
-from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
+from moetune.models.catalog.gpus import AMPERE, Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import Coordinates, data_ranks, token_shares
 from moetune.run.resolve import ResolvedRun
 from moetune.run.stages import bubble
@@ -211,6 +211,9 @@ def _notes(run: ResolvedRun, cards: list[Gpu]) -> Iterator[str]:
     """Yield what the user should know: kernels that are not used, a card whose speed is not known."""
     for operator in run.config.hardware.without_kernels:
         yield f"the kernel of {operator} is not used: torch's operations run in its place (hardware.without_kernels)"
+    old = [card.full_name for card in cards if card.capability < AMPERE]
+    if old and run.config.model.dtype in ("auto", "bf16"):
+        yield f"{old[0]} has no fast bfloat16: set model.dtype: fp16"
     if (card := next((card for card in cards if card.bandwidth is None), None)) is not None:
         alike = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {alike}" if alike else ""

@@ -89,6 +89,7 @@ def refuse_unrunnable(plain: PreTrainedModel) -> None:
             f"{what}: sliding_window {window} in config.json lets no token see another; set 1 or more, or null"
         )
     model = shortened(plain).eval()
+    _refuse_other_scores(model)
     try:
         with QuickFakeMode(), without_fake_reports():
             _fill(model)
@@ -107,6 +108,22 @@ def refuse_unrunnable(plain: PreTrainedModel) -> None:
         of_layers = layers > 1 and isinstance(value, _Counted) and getattr(value, "asked", ()) == {*range(layers)}
         if of_layers and len(value) not in (layers, layers + further):
             raise UserError(f"{what}: {name} in config.json has {len(value)} entries, for {layers} layers; correct it")
+
+
+def _refuse_other_scores(model: PreTrainedModel) -> None:
+    """Raise `UserError` if a configuration names a function of the router's scores that its class does not compute."""
+    said = getattr(model.config.get_text_config(), "scoring_func", None)
+    others = {"softmax", "sigmoid"} - {said}
+    if len(others) != 1:
+        return
+    for path in [path.rpartition(".")[0] for path, module in model.named_modules() if isinstance(module, _NoExperts)]:
+        block = model.get_submodule(path)
+        code = "".join(inspect.getsource(kind) for kind in {type(module) for module in (block, *block.children())})
+        if min(others) in code and not re.search(f"scoring_func|{said}", code):
+            raise UserError(
+                f"model type {model.config.model_type!r}: config.json says scoring_func: {said}, and transformers "
+                f"computes {min(others)} for this type, whatever it says; correct it there if the model was trained so"
+            )
 
 
 def flow_of(plain: PreTrainedModel) -> tuple[str, frozenset[str]]:

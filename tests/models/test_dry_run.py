@@ -29,6 +29,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"v_head_dim": 0}, r"o_proj.weight would be \[32, 0\]"),
     ("deepseek_v3", {"v_head_dim": -3}, "negative dimension"),
     ("deepseek_v3", {"qk_rope_head_dim": 7}, "self_attn with .*qk_rope_head_dim 7"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: softmax, and transformers computes sigmoid"),
+    ("mixtral", {"scoring_func": "sigmoid"}, "computes softmax"),
     ("deepseek_v32", {"index_head_dim": 3}, "index_head_dim 3"),
     ("mixtral", {"num_key_value_heads": 3}, "num_attention_heads 4, num_key_value_heads 3"),
     ("mixtral", {"sliding_window": 0}, "sliding_window 0"),

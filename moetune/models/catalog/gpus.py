@@ -39,7 +39,7 @@ class Figure:
 
 _RATES = {"bandwidth": 10**9, "bf16": 10**12, "fp16": 10**12, "fp32": 10**12, "host_link": 10**9, "interconnect": 10**9}
 """Field of `Gpu` -> factor from its unit in `gpus.yaml` (GB/s, TFLOP/s) to bytes/s or FLOP/s."""
-_AMPERE = (8, 0)
+AMPERE = (8, 0)
 _DRIVERS = 419 / 507
 """Least over most context of one chip, where reports of drivers differ most: the L40 and L40S in `gpus.yaml`."""
 PCIE_CHANNELS = Figure(2, "estimate: as many as NCCL's log has between two cards in PCIe slots")
@@ -167,7 +167,7 @@ def _of_size(name: str, size: int) -> Gpu:
     def assumed(figure: Figure) -> Figure:
         return Figure(figure.value, f"assumed as on {model.full_name}")
 
-    alike = [_gpus()[card_name] for card_name in alike_in_memory(size) if _gpus()[card_name].capability >= _AMPERE]
+    alike = [_gpus()[card_name] for card_name in alike_in_memory(size) if _gpus()[card_name].capability >= AMPERE]
     ranges = [card.context_range for card in (model, *alike)]
 
     unknown: dict[str, Any] = dict.fromkeys(_RATES)
