@@ -146,7 +146,7 @@ def test_a_full_card_gives_back_what_is_unused(tmp_path: Path) -> None:
 def test_bfloat16_on_a_card_without_it_is_said(tmp_path: Path) -> None:
     model = write_toy(tmp_path, "mixtral")
     for dtype, card, is_said in (("bf16", "t4", True), ("fp16", "t4", False), ("bf16", "l40s", False)):
-        notes = predict(toy(model, model={"dtype": dtype}), gpu=card).notes
+        notes = predict(toy_run(model, "mixtral", LORA, model={"dtype": dtype}), gpu=card).notes
         assert any("no fast bfloat16" in note for note in notes) is is_said
 
 
