@@ -47,6 +47,7 @@ def row(kind: str, counts: str = KEPT, predicts: str = KEPT, trains: str = KEPT,
 
 
 READ = f"{READS}reading_takes_what_is_predicted"
+VALUES = f"{READS}values_are_kept_to_the_bit"
 CELLS: dict[str, list[list[str]]] = {
     "MXFP4 of gpt-oss": [
         [
@@ -56,21 +57,26 @@ CELLS: dict[str, list[list[str]]] = {
         ]
     ],
     "FP4 + FP8 of DeepSeek-V4": [row("deepseek_v4")],
-    "NVFP4": [row("nvfp4", HERE, READ, f"{READS}nvfp4_is_kept_with_its_producers_values_to_the_bit")],
+    "NVFP4": [row("nvfp4", HERE, READ, VALUES)],
     "FP8 in blocks, per row, per matrix": [
-        row("fp8", HERE, READ, f"{READS}fp8_is_kept_with_transformers_values_to_the_bit"),
+        row("fp8", HERE, READ, VALUES),
         *(row(kind) for kind in ("row", "tensor", "modelopt")),
     ],
     "MXFP8": [row("mxfp8")],
     "INT4 of compressed-tensors, GPTQ, AWQ, AutoRound": [
         row("compressed-tensors"), *(row(kind) for kind in ("gptq", "awq", "auto-round")),
     ],
-    "4 bits of bitsandbytes": [row("4bit", HERE, READ, f"{READS}nf4_is_kept_with_bitsandbytes_values_to_the_bit", "")],
+    "4 bits of bitsandbytes": [row("4bit", HERE, READ, VALUES, "")],
 }  # fmt: skip
 """Row of the table -> for each format in it a test of each column; empty where the table has a dash."""
-ANY = {"nvfp4_is_kept", "fp8_is_kept", "nf4_is_kept"}
-"""Tests whose parameters are not the format's name, because they are of one format."""
-PACKED = {f"{BACK}[compressed-tensors]": f"{BACK}[pack-quantized]"}  # the first is NVFP4's there
+NAMED = {f"{BACK}[compressed-tensors]": f"{BACK}[pack-quantized]", f"{VALUES}[4bit]": f"{VALUES}[nf4]"}
+"""Tests whose parameter has another name there: compressed-tensors is NVFP4's, 4bit is bitsandbytes' own."""
+TESTS = [test for rows in CELLS.values() for tests in rows for test in tests if test]
+
+
+def test_each_cell_names_a_function() -> None:
+    for file, function in {tuple(test.partition("[")[0].split("::")) for test in TESTS}:
+        assert f"def {function}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), function
 
 
 @pytest.mark.full
@@ -79,7 +85,7 @@ def test_each_cell_is_a_test() -> None:
     lines = page[page.index("| | count | predict |") :].partition("\n\n")[0].splitlines()[2:]
     table = {cells[0]: cells[1:] for line in lines for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
     assert table.keys() == CELLS.keys()
-    files = sorted({test.partition("::")[0] for rows in CELLS.values() for tests in rows for test in tests if test})
+    files = sorted({test.partition("::")[0] for test in TESTS})
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--all", "-p", "no:cacheprovider"]
     asked = subprocess.run([*words, *(f"tests/{file}" for file in files)], cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 0, asked.stdout
@@ -90,12 +96,10 @@ def test_each_cell_is_a_test() -> None:
             for test, cell in zip(tests, table[name], strict=True):
                 assert bool(test) == (cell != "–"), (name, cell)
                 if test:
-                    assert any(is_case(PACKED.get(test, test), case) for case in there), test
+                    assert any(is_case(NAMED.get(test, test), case) for case in there), test
 
 
 def is_case(test: str, case: str) -> bool:
     """Whether a collected test is the test, with the parameter among its own."""
     function, _, parameter = test.rstrip("]").partition("[")
-    if any(word in function for word in ANY):
-        return case.startswith(f"tests/{function}[")
     return re.match(rf"tests/{re.escape(function)}\[(.*-)?{re.escape(parameter)}(-.*)?\]$", case) is not None
