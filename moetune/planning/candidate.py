@@ -15,7 +15,7 @@ class NextLarger:
     Attributes:
         what: its size in words, such as `3 layers × 2 experts` or `rank 32`.
         config: its configuration.
-        report: its predicted memory; None before it is predicted (`Search.whole`).
+        report: its predicted memory; None before it is predicted (`Search.reported`).
     """
 
     what: str

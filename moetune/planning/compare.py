@@ -58,8 +58,8 @@ def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str]) -> list[
         for name, config in runs:
             if not (gpu or config.hardware.names):
                 raise UserError(f"{name}: no card to compare with; give --gpu, or hardware.gpu in the run file")
-            report = predictor.whole(config)
-            remedy = next(fitting(config, report, predictor.of), None) if report.fits is False else None
+            report = predictor.report(config)
+            remedy = next(fitting(config, report, predictor.quick), None) if report.fits is False else None
             count = count_parameters(predictor.resolve(config).structure)
             idle = count.total - count.active_per_token
             rows.append(Compared(name, report, report.fullest.parts.frozen_weights * idle // count.total, remedy))

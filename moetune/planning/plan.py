@@ -218,7 +218,7 @@ def _searched(
     show: Show,
     at_once: int,
 ) -> tuple[list[Found], list[Candidate]]:
-    """Return what was found, and the candidates with whole reports, as `Plan` has them; `at_once` goals are searched at
+    """Return what was found, and the candidates with their reports, as `Plan` has them; `at_once` goals are searched at
     a time.
 
     Of each goal strategies of equal slowness are searched, or, unless `every`, of equal costs together, those that cost
@@ -243,12 +243,12 @@ def _searched(
                 show(len(tried), known.total(), goal, result.candidate)
                 if result.candidate is not None:
                     fitting_runs.append(result.candidate if with_next else replace(result.candidate, next_larger=None))
-        return results, [*call("whole", _ranked(fitting_runs))]
+        return results, [*call("reported", _ranked(fitting_runs))]
 
     with ThreadPoolExecutor(at_once) as threads:  # they wait for processes
         of_all = dict(zip(of_goals, threads.map(of_goal, of_goals), strict=True))
-    whole = [candidate for goal in GOALS if goal in of_all for candidate in of_all[goal][1]]
-    return [result for results, _ in of_all.values() for result in results], _useful_first(whole)
+    fitting = [candidate for goal in GOALS if goal in of_all for candidate in of_all[goal][1]]
+    return [result for results, _ in of_all.values() for result in results], _useful_first(fitting)
 
 
 def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
@@ -306,7 +306,7 @@ def _nearest(search: Search, of_goals: dict[Goal, list[Strategy]]) -> Miss | Non
         for strategy in reversed(tried):
             config = search.smallest(strategy)
             try:
-                missed.append((config, search.predictor.whole(config)))
+                missed.append((config, search.predictor.report(config)))
                 break
             except UserError:
                 continue
@@ -318,7 +318,7 @@ def _nearest(search: Search, of_goals: dict[Goal, list[Strategy]]) -> Miss | Non
     if _fits_two(search, config):
         names.append(f"2 × {search.start.hardware.gpu}")
     own = search.trainer is None  # changes are known of moetune's own steps only
-    remedies = fitting(config, report, search.predictor.whole) if own else iter(())
+    remedies = fitting(config, report, search.predictor.report) if own else iter(())
     return Miss(config, report, next(remedies, None), tuple(names))
 
 
@@ -327,6 +327,6 @@ def _fits_two(search: Search, config: RunConfig) -> bool:
     if config.parallel.ranks > 1:
         return False
     try:
-        return search.left(search.predictor.of(changed(config, next(layouts(search.structure, 2))))) >= 0
+        return search.left(search.predictor.quick(changed(config, next(layouts(search.structure, 2))))) >= 0
     except UserError:  # not every model can be divided
         return False

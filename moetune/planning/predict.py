@@ -41,13 +41,13 @@ def predict(
     if gpu or run.config.hardware.names:
         run = settled(run, gpu, routing)
     predictor = Predictor(gpu, routing, allocator=allocator)
-    report = predictor.whole(run)
+    report = predictor.report(run)
     if not advise or report.card_verdict in (None, "yes"):
         return report
     if run.config.parallel.ranks > 1:
         note = "another layout may fit: compare layouts with `moetune compare` (docs/guides/parallel.md)"
         return replace(report, notes=(*report.notes, note))
-    changes = tuple(remedy.change_of(report) for remedy in islice(fitting(run.config, report, predictor.of), 3))
+    changes = tuple(remedy.change_of(report) for remedy in islice(fitting(run.config, report, predictor.quick), 3))
     if changes:
         return replace(report, changes=changes)
     return replace(report, notes=(*report.notes, "no change of the run file is known that makes it fit"))

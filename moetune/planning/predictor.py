@@ -24,12 +24,12 @@ class Predictor:
         gpu: the GPU to predict for: a name, a memory size such as `44GiB`, or a `Gpu`; None for the `hardware.gpu` of
             each run.
         routing: how many tokens each expert is assumed to receive.
-        end: the single routing for which `of` predicts, in half the time of several. `high`: the most uneven routing
+        end: the single routing for which `quick` predicts, in half the time of several. `high`: the most uneven routing
             that is possible; of the report, `least_headroom` is right. `expected`: the assumed routing;
             `headroom_bytes` is right. None: all possible routings.
         device_type: the device that the runs are resolved for, `cuda` or `cpu`.
         trainer: the trainer of TRL to predict for; None for moetune's own.
-        allocator: the configuration of torch's allocator that `whole` simulates; None as in `predict_memory`.
+        allocator: the configuration of torch's allocator that `report` simulates; None as in `predict_memory`.
     """
 
     gpu: str | Gpu | None = None
@@ -65,14 +65,14 @@ class Predictor:
         fullest: dict[tuple[range, ...], float] = {}
         while stages not in fullest:
             cut = run.settled_as(None).cut_into(stages)
-            ranks = predictor.of(cut).ranks
+            ranks = predictor.quick(cut).ranks
             ranks = ranks[:: len(ranks) // pp]  # one of each stage
             fullest[stages] = max(rank.needed / memories[pp % len(memories)] for pp, rank in enumerate(ranks))
             stages = _if_layers_took_the_same_anywhere(cut, ranks, memories)
         self._stages = min(fullest, key=lambda stages: (fullest[stages], [stage.stop for stage in stages]))
         return run.cut_into(self._stages)
 
-    def of(self, run: AnyRun) -> MemoryReport:
+    def quick(self, run: AnyRun) -> MemoryReport:
         """Predict the memory of a run for the routing that `end` says, without simulating the allocator; `UserError` if
         it cannot be resolved or predicted. `auto` counts as what takes least."""
         routing = self.routing
@@ -81,7 +81,7 @@ class Predictor:
             routing = only or replace(routing, lowest=None, highest=None)
         return self._predict(run, routing, simulated=False)
 
-    def whole(self, run: AnyRun, *, simulated: bool = True) -> MemoryReport:
+    def report(self, run: AnyRun, *, simulated: bool = True) -> MemoryReport:
         """Predict for all routings that are possible, whatever `end` says; the allocator is `simulated` or not."""
         return self._predict(run, self.routing, simulated=simulated)
 

@@ -132,13 +132,13 @@ class Search:
         sizes = self._sizes(saving)
         # The highest rank often fits; where what costs less did not fit at all, often not even the lowest does.
         first = 0 if saving.goal == "experts" or saving.slowness or any(saving.costs) else len(sizes) - 1
-        report = self.predictor.of(self._run(saving, sizes[first]))
+        report = self.predictor.quick(self._run(saving, sizes[first]))
         if not _holds_frozen_weights(report):
             self._too_large.add(stored)
             return None
         last, reports = last_that_fits(
             len(sizes),
-            lambda number: self.predictor.of(self._run(saving, sizes[number])),
+            lambda number: self.predictor.quick(self._run(saving, sizes[number])),
             self.left,
             len(sizes) - 1 - first if saving.goal == "lora" else 0,
             sizes=[size.amount for size in sizes],
@@ -159,7 +159,7 @@ class Search:
         memory; `of_last` is the report of the last, which fits."""
         number, report = len(strategies) - 1, of_last
         while number:
-            earlier = self.predictor.of(self._run(strategies[number - 1], size))
+            earlier = self.predictor.quick(self._run(strategies[number - 1], size))
             if self.left(earlier) < 0:
                 break
             number, report = number - 1, earlier
@@ -170,16 +170,16 @@ class Search:
         LoRA of the lowest rank, or all routers."""
         return self._run(strategy, self._sizes(strategy)[0])
 
-    def whole(self, found: Candidate) -> Candidate:
-        """Return a candidate with whole reports, of its run and, but for what the allocator reserves, of the next
-        larger one."""
+    def reported(self, found: Candidate) -> Candidate:
+        """Return a candidate with its report for all routings, and, but for what the allocator reserves, that of the
+        next larger one."""
         larger = found.next_larger
         if larger is not None:
-            larger = replace(larger, report=self.predictor.whole(larger.config, simulated=False))
+            larger = replace(larger, report=self.predictor.report(larger.config, simulated=False))
         config = found.config
         if (stages := self.predictor.divided(self.predictor.resolve(config)).config.parallel.stages) != "auto":
             config = changed(config, {"parallel.stages": stages})
-        return replace(found, config=config, report=self.predictor.whole(config), next_larger=larger)
+        return replace(found, config=config, report=self.predictor.report(config), next_larger=larger)
 
     def _candidate(self, strategy: Strategy, sizes: Sequence[Size], report: MemoryReport) -> Candidate:
         """Return the candidate that trains the first of the sizes, with the largest micro-batch in `ROWS` that fits,
@@ -197,7 +197,7 @@ class Search:
         configs = [config, *map(with_rows, all_rows[1:])]
         last, reports = last_that_fits(
             len(configs),
-            lambda number: self.predictor.of(configs[number]),
+            lambda number: self.predictor.quick(configs[number]),
             self.left,
             sizes=all_rows,
             known={0: report},

@@ -39,7 +39,7 @@ def settled(run: ResolvedRun, gpu: str | Gpu | None, routing: AssumedRouting = U
         return choices[0]
     last, _ = last_that_fits(
         len(choices),
-        lambda number: predictor.of(choices[number]),
+        lambda number: predictor.quick(choices[number]),
         surely_left,
         start=len(choices) - 1,
     )
@@ -140,7 +140,7 @@ def settled_on(run: ResolvedRun, device: torch.device, before: TrainConfig | Non
         return as_before
     gpu = None if run.config.hardware.names else catalog_name(device)
     try:
-        if before is not None and surely_left(Predictor(gpu, end="high").of(as_before)) >= 0:
+        if before is not None and surely_left(Predictor(gpu, end="high").quick(as_before)) >= 0:
             return as_before
         return settled(run, gpu)
     except NotTraceable:

@@ -118,7 +118,7 @@ def solve(
 
     def predict(number: int) -> MemoryReport:
         value = axis.values[number]
-        report = predictor.whole(changed(config, {key: list(value) if isinstance(value, tuple) else value}))
+        report = predictor.report(changed(config, {key: list(value) if isinstance(value, tuple) else value}))
         show(axis.name(value), report)
         return report
 

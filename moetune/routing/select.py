@@ -98,7 +98,7 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
 
     def predicted(number: int) -> MemoryReport:
         """Predict the run with the `number` + 1 experts of each layer that the scores choose."""
-        report = predictor.of(chosen(number + 1))
+        report = predictor.quick(chosen(number + 1))
         on_try(number + 1, headroom(report) >= 0)
         return report
 

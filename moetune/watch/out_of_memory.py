@@ -166,15 +166,15 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
         UserError: the run cannot be predicted.
     """
     predictor = Predictor(card, BALANCED, device_type=run.device_type)
-    available = Figure(predictor.of(run.config).required - lacking, "what there was")
+    available = Figure(predictor.quick(run.config).required - lacking, "what there was")
     predictor = replace(predictor, gpu=replace(card, memory=available))
-    report, host = predictor.of(run.config), this_machine()
+    report, host = predictor.quick(run.config), this_machine()
 
     def has_room(remedy: Remedy) -> bool:
         moved = (remedy.report.fullest.host_bytes - report.fullest.host_bytes) * run.config.parallel.ranks
         return host is None or moved <= host.value
 
-    return [*filter(has_room, fitting(run.config, report, predictor.of, headroom))]
+    return [*filter(has_room, fitting(run.config, report, predictor.quick, headroom))]
 
 
 def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:

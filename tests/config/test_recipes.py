@@ -25,7 +25,7 @@ def test_a_recipe_needs_what_it_says(name: str) -> None:
     assert said is not None, "the header does not say what is predicted"
     gib, each, card, host = said.groups()
     assert (card, bool(each)) == (config.hardware.gpu, config.parallel.ranks > 1)
-    report = Predictor().whole(config)  # the least: train.expert_memory: auto takes more where some is left
+    report = Predictor().report(config)  # the least: train.expert_memory: auto takes more where some is left
     assert report.required / 2**30 == pytest.approx(float(gib), abs=0.02)
     assert report.fullest.host_bytes / 2**30 == pytest.approx(float(host or 0), abs=0.02)
     assert report.verdict == "yes"

@@ -287,7 +287,7 @@ def test_stages_are_cut_where_the_fullest_rank_needs_least(
     cards = [find_gpu(name).memory.value for name in gpus or ("l40s",) * pp]
 
     def fullest(run: ResolvedRun) -> float:
-        return max(rank.needed / card for rank, card in zip(predictor.of(run).ranks, cards, strict=True))
+        return max(rank.needed / card for rank, card in zip(predictor.quick(run).ranks, cards, strict=True))
 
     run = resolve(config, "cuda")
     cuts = [

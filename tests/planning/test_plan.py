@@ -52,7 +52,7 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
         return Found(replace(one, strategy=strategy) if it_fits else None)
 
     monkeypatch.setattr(Search, "best", best)
-    monkeypatch.setattr(Search, "whole", lambda search, one: one)
+    monkeypatch.setattr(Search, "reported", lambda search, one: one)
     plan(str(small_model), "24GiB", goals=("lora", "router"), length=64, every=every)
     assert {slowness for goal, slowness in asked if goal == "lora"} == set(range(fits + 1))
     assert {slowness for goal, slowness in asked if goal == "router"} == {0}
@@ -69,7 +69,7 @@ def test_gradients_of_factors_are_freed_early_before_anything_waits_on_the_host(
         strategy = tried[-1]
         config = search.smallest(strategy)
         fits = "optimizer.fused_backward" in strategy.settings or strategy.slowness > 0
-        return Found(Candidate(strategy, config, search.predictor.of(config), 4) if fits else None)
+        return Found(Candidate(strategy, config, search.predictor.quick(config), 4) if fits else None)
 
     monkeypatch.setattr(Search, "best", best)
     found = plan(str(small_model), "24GiB", goals=("lora",), length=64, every=every, beyond=False).candidates[0]
@@ -98,7 +98,7 @@ def test_a_plan_for_two_cards_tries_pipelines_or_says_why_not(
         return Found(replace(candidate(goal, "adamw", 1, 0), strategy=strategies[0]))
 
     monkeypatch.setattr(Search, "best", best)
-    monkeypatch.setattr(Search, "whole", lambda search, one: one)
+    monkeypatch.setattr(Search, "reported", lambda search, one: one)
     toy_config(model_type).save_pretrained(tmp_path / "model")
     notes = plan(str(tmp_path / "model"), "24GiB", goals=(goal,), count=2, length=64).notes
     assert any("parallel.pp" in one.layout for one in tried) == (why is None)
@@ -115,7 +115,7 @@ def test_of_ways_to_divide_a_run_over_two_cards_the_fastest_is_shown(small_model
     for axes in ({"fsdp": 2, "ep": 2}, {"fsdp": 2}, {"pp": 2}):
         sizes = {f"parallel.{axis}": axes.get(axis, 1) for axis in ("fsdp", "ep", "pp")}
         more = {"parallel.stages": "auto", "train.accumulate": 2 if "pp" in axes else 1}  # of 64 rows, the most tried
-        time = predictor.whole(changed(one.config, sizes | more)).time
+        time = predictor.report(changed(one.config, sizes | more)).time
         assert time is not None
         speeds[tuple(sizes.values())] = time.tokens_per_second.middle
     shown = tuple(getattr(one.config.parallel, axis) for axis in ("fsdp", "ep", "pp"))

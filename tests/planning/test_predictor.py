@@ -26,18 +26,18 @@ def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: py
         raw = {"model": {"path": str(small_model)}, "adapt": {"router": "all"}, "hardware": {"gpu": "l40s"}}
         return RunConfig.model_validate({**raw, "train": {"sequence_length": length}})
 
-    first = Predictor().whole(run(64))
+    first = Predictor().report(run(64))
     assert first.time is not None
-    assert Predictor().whole(run(64)) == first
+    assert Predictor().report(run(64)) == first
     assert len(traced) == 2  # for the assumed routing, and for the most uneven one
-    assert Predictor().whole(run(128)) != first
-    assert Predictor(gpu="h100").whole(run(64)).gpu != first.gpu
+    assert Predictor().report(run(128)) != first
+    assert Predictor(gpu="h100").report(run(64)).gpu != first.gpu
     assert len(traced) == 6
     for file in cache_folder("reports").iterdir():
         file.write_bytes(file.read_bytes()[:-9])
-    assert Predictor().whole(run(64)) == first
+    assert Predictor().report(run(64)) == first
     assert len(traced) == 8
-    quick = Predictor().of(run(64))  # without the allocator, on which no verdict depends
+    quick = Predictor().quick(run(64))  # without the allocator, on which no verdict depends
     assert quick != first
     assert (quick.span, quick.verdict, quick.fullest.parts) == (first.span, first.verdict, first.fullest.parts)
     again = [predict_run(run(64)), len(traced), predict_run(run(64)), len(traced)]
@@ -51,7 +51,7 @@ def test_a_run_is_traced_again_once_a_kernel_has_failed(
     monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
     raw = {"model": {"path": str(small_model)}, "adapt": {"router": "all"}, "train": {"sequence_length": 64}}
     run = RunConfig.model_validate(raw)
-    assert not Predictor("l40s").whole(run).notes
+    assert not Predictor("l40s").report(run).notes
 
     def as_known(one: ResolvedRun, card: Gpu | None) -> ResolvedRun:
         assert card == find_gpu("l40s")
@@ -59,4 +59,4 @@ def test_a_run_is_traced_again_once_a_kernel_has_failed(
 
     monkeypatch.setattr(predict_module, "as_known", as_known)
     for _ in range(2):
-        assert "gather_rows" in Predictor("l40s").whole(run).notes[0]
+        assert "gather_rows" in Predictor("l40s").report(run).notes[0]

@@ -45,7 +45,7 @@ class Arithmetic(Predictor):
     def resolve(self, config: RunConfig) -> Any:
         return None
 
-    def of(self, config: RunConfig) -> Any:
+    def quick(self, config: RunConfig) -> Any:
         self.asked.add(config.model_dump_json())
         base = {"bf16": 4000, "int8": 2000, "nf4": 1000}[config.model.base]
         (optimizer,) = {one.name for one in config.optimizers.values()}
@@ -85,7 +85,7 @@ def exhaustive(search: Search, tried: list[Strategy]) -> tuple[int, int, int] | 
             config = search._run(strategy, size)
             for rows in ROWS:
                 train = config.train.model_copy(update={"micro_batch": rows})
-                if search.left(search.predictor.of(config.model_copy(update={"train": train}))) >= 0:
+                if search.left(search.predictor.quick(config.model_copy(update={"train": train}))) >= 0:
                     here = (size.amount, -strategy.order, rows)
                     best = here if best is None else max(best, here)
     return best
@@ -165,11 +165,11 @@ def test_a_small_question(goal: Goal, small_model: Path) -> None:
     does not."""
     roomy = search_of(small_model, "44GiB")
     strategy = next(strategies(goal, roomy.structure, 1))
-    least = roomy.predictor.of(roomy.smallest(strategy)).span.high
+    least = roomy.predictor.quick(roomy.smallest(strategy)).span.high
     search = search_of(small_model, f"{least + (1 << 20)}B")
     candidate = search.best([strategy]).candidate
     assert candidate is not None
-    whole = search.whole(candidate)
+    whole = search.reported(candidate)
     assert whole.report.verdict == "yes"
     assert whole.next_larger is not None
     assert whole.next_larger.to_json()["verdict"] in ("tight", "no")

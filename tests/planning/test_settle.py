@@ -46,7 +46,7 @@ def test_each_choice_takes_more_and_the_last_that_fits_is_made(
     run = auto(tmp_path, model_type, 2, **train)
     choices = _choices(run)
     assert choices[0].keeps == {}
-    needs = [Predictor("24GiB", end="high").of(choice).span.high for choice in choices]
+    needs = [Predictor("24GiB", end="high").quick(choice).span.high for choice in choices]
     # the allocator's rounding may take a few KiB less for a choice that keeps more
     assert needs == pytest.approx(sorted(needs), rel=1e-4)
     assert needs[0] < needs[-1]
@@ -77,7 +77,7 @@ def test_the_verdict_is_that_of_full(keep_rows: bool, tmp_path: Path) -> None:
         assert (found.required > without.required) == (size > full.span.high)
     assert "kept of 3 layers" in dict(found.about)["batch"] or keep_rows
     assert at(run, None).required == full.required
-    assert Predictor("24GiB").whole(run.config).required == full.required  # plans compare the least
+    assert Predictor("24GiB").report(run.config).required == full.required  # plans compare the least
 
 
 @pytest.mark.full
@@ -111,7 +111,7 @@ def test_before_an_interruption(tmp_path: Path) -> None:
     before = run.keeping(keeps).config.train
     assert settled_on(run, torch.device("cpu"), before).keeps == keeps
     assert settled_on(run, torch.device("cpu")).keeps == {}
-    full = Predictor("24GiB", end="high").of(run.keeping({}))
+    full = Predictor("24GiB", end="high").quick(run.keeping({}))
     assert surely_left(full) > 0
     wide = run.but(hardware={"gpu": "24GiB"})
     assert settled_on(wide, torch.device("cuda"), before).keeps == keeps
@@ -134,7 +134,7 @@ def test_groups_of_experts_grow_first_and_never_make_a_run_not_fit(
     assert len({*memories}) > 2
     assert memories == sorted(memories, key=lambda size: int(size.removesuffix("MiB")))
     assert all(choice.keeps == {} for choice in choices if choice.config.train.expert_memory != memories[-1])
-    needs = [Predictor("24GiB", end="high").of(choice).span.high for choice in choices]
+    needs = [Predictor("24GiB", end="high").quick(choice).span.high for choice in choices]
     for size in (needs[0] - 1, needs[1], needs[-1]):
         found = settled(run, f"{size}B")
         made = choices[[choice.config.train for choice in choices].index(found.config.train)]
@@ -159,7 +159,7 @@ def test_inputs_wait_on_the_host_in_as_few_layers_as_the_card_needs(tmp_path: Pa
     on_host = [[layer for layer, kept in one.keeps.items() if "host" in kept] for one in choices]
     assert on_host == [[0, 1, 2], [0, 1], [0], []]
     assert all("attention" in one.keeps[2] for one in choices)
-    needs = [Predictor("24GiB", end="high").of(one).span.high for one in choices]
+    needs = [Predictor("24GiB", end="high").quick(one).span.high for one in choices]
     assert needs[0] < needs[2]
     for size, number in ((needs[0] - 1, 0), (needs[2] - 1, 1), (needs[3], 3)):
         assert settled(run, f"{size}B").keeps == choices[number].keeps
@@ -196,7 +196,7 @@ def test_experts_on_the_host_are_copied_once_a_step_where_it_fits(tmp_path: Path
     choices = _choices(run)
     assert [choice.layer_by_layer for choice in choices] == [False, *[True] * (len(choices) - 1)]
     assert choices[1].keeps == {} != choices[2].keeps
-    plain, together = (Predictor("24GiB", end="high").of(one).span.high for one in choices[:2])
+    plain, together = (Predictor("24GiB", end="high").quick(one).span.high for one in choices[:2])
     assert plain < together
     one_by_one = predict(choices[0], gpu="24GiB", advise=False)
     assert one_by_one.gpu is not None
