@@ -65,9 +65,10 @@ def printable(text: str) -> str:
 
 
 def note(*texts: str) -> None:
-    """Print a line that begins with `note: ` on stderr for each of the texts, with control characters escaped."""
+    """Print a line that begins with `note: `, or with a text's own `warning: `, on stderr for each of the texts, with
+    control characters escaped."""
     for text in texts:
-        print(f"note: {printable(text)}", file=sys.stderr)
+        print("" if text.startswith("warning: ") else "note: ", printable(text), sep="", file=sys.stderr)
 
 
 @contextmanager
