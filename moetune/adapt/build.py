@@ -126,6 +126,8 @@ def build(
     on_read: Callable[[float], None] | None = None,
     ranks: Ranks = SINGLE_RANK,
     capability: Capability | None = None,
+    *,
+    compares: bool = True,
 ) -> Adapted:
     """Build the adapted model on `device`: load or draw weights, quantize, add LoRA and checkpointing, freeze the rest.
 
@@ -138,6 +140,7 @@ def build(
         ranks: the ranks of the run, as seen by this one.
         capability: on `meta`, the CUDA compute capability of the GPU that the model is built for, None for a CPU;
             ignored on a GPU, which is asked for its own.
+        compares: on a GPU, compare the kernels first (adapt/guard); False for the model in which they are compared.
 
     Raises:
         UserError: the run cannot be resolved, the weights cannot be read or do not fit the model, or a tensor is not in
@@ -146,7 +149,8 @@ def build(
     device = torch.device(device)
     run = resolve(run, device_kind(device))
     if device.type == "cuda":
-        run, capability = checked(run, device, ranks), torch.cuda.get_device_capability(device)
+        run = checked(run, device, ranks) if compares else run
+        capability = torch.cuda.get_device_capability(device)
         use_kernels(but=run.config.hardware.without_kernels)
     whole = run
     if not ranks.is_single:

@@ -38,7 +38,7 @@ def operator(
 
     The decorated function becomes a call of the operator with the same arguments. If the first argument is on a GPU,
     the Triton kernel of the same name runs. A new operator is compared with its reference (`adapt/guard`) as soon as
-    one of the exercises in `adapt/guard/exercise.py` calls it.
+    a run's model calls it.
 
     Args:
         fake: the operator's fake kernel, which returns an empty tensor of the result's shape; by default returns None.

@@ -20,10 +20,10 @@ from moetune.memory.rank_memory import rank_memory
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory
 from moetune.memory.time.estimate import Duration, duration
 from moetune.memory.trace import Trace, trace
-from moetune.memory.trace.alike import kinds_of
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import AMPERE, Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import Coordinates, data_ranks, token_shares
+from moetune.run.kinds import kinds_of
 from moetune.run.resolve import ResolvedRun
 from moetune.run.stages import bubble
 from moetune.run.validation import refuse_unpredictable

@@ -2,17 +2,16 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from packaging.requirements import Requirement
 
-from moetune.adapt.guard import compared
-from moetune.adapt.guard.exercise import Sizes, samples, sizes_of
+from moetune.adapt.guard import compared, compared_as
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
 from moetune.files import free_bytes
@@ -77,7 +76,7 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
     try:
         run = resolve(config, device)
         if device == "cuda":  # before the prediction, which depends on what is found
-            kernels = [_kernels(torch.device("cuda", 0), sizes_of(run), "kernels at the sizes of the run")]
+            kernels = [_kernels(torch.device("cuda", 0), (compared_as(run),), "kernels at the sizes of the run")]
         card = catalog_name(torch.device("cuda", 0)) if device == "cuda" else None
         report = predict(run, gpu=card, advise=False)
     except UserError as error:
@@ -140,18 +139,26 @@ def _cuda() -> Iterator[Check]:
         processes = [f"process {proc.pid} ({proc.name}) {gib(proc.bytes)}" for proc in processes_on(device)]
         finding, remedy = f"{gib(free)} free of {gib(total)}", "end other processes on the GPU; nvidia-smi lists them"
         yield _check(free > 0.95 * total, f"{name}, memory", ", ".join([finding, *processes]), remedy, "note")
-        yield _kernels(device, samples("bf16"), "kernels of the experts")
+        yield _kernels(device, [*samples("bf16")], "kernels of the experts")
     if torch.cuda.device_count() > 1:
         remedy = "install a torch build with NCCL"
         yield _check(torch.distributed.is_nccl_available(), "NCCL", "for several GPUs", remedy)
 
 
-def _kernels(device: torch.device, sizes: Sizes, name: str) -> Check:
-    """Run the experts' kernels and torch's operations at `sizes`; return the check, called `name`, of whether they
+def samples(dtype: str) -> Iterator[RunConfig]:
+    """Yield run files of a tiny model, computed in `dtype`, that together call every operator that has a kernel."""
+    lora: dict[str, Any] = {"rank": 8, "alpha": 8, "targets": ["attention", "experts"]}
+    split = {"router": "all", "experts": {"ids": [0, 2]}, "lora": lora | {"gate_up": "split", "ids": [1, 3]}}
+    runs = [(base, {"lora": lora}, "auto") for base in ("nf4", "int8", "fp8", "nvfp4", "mxfp4", "int4-g32")]
+    for base, adapt, memory in (*runs, ("nf4", split, "0")):
+        model = {"path": "tiny-mixtral", "weights": "random", "dtype": dtype, "base": base}
+        yield RunConfig.model_validate({"model": model, "adapt": adapt, "train": {"expert_memory": memory}})
+
+
+def _kernels(device: torch.device, runs: Sequence[RunConfig], name: str) -> Check:
+    """Run the kernels and torch's operations in the calls of `runs`; return the check, called `name`, of whether they
     agree. The first call compiles the kernels, which takes seconds."""
-    if not sizes:
-        return Check(name, "ok", "the run uses none")
-    verdict = compared(device, sizes)
+    verdict = compared(device, runs)
     failures = [f"{operator} {why}" for operator, why in verdict.failed.items()]
     if verdict.stopped:
         failures.append(f"not compared: {verdict.stopped}")

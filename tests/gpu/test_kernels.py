@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moetune.adapt.guard.comparison import compare
-from moetune.adapt.guard.exercise import samples
+from moetune.planning.doctor import samples
 
 CARD = torch.device("cuda", 0)
 
@@ -12,6 +12,6 @@ CARD = torch.device("cuda", 0)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_kernels_give_what_torch_gives(dtype: str) -> None:
-    verdict = compare(CARD, samples(dtype))
+    verdict = compare(CARD, [*samples(dtype)])
     assert not verdict.stopped
     assert verdict.failed == {}

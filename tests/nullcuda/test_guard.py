@@ -31,12 +31,20 @@ from tests.nullcuda.test_commands import start
 
 Run = Callable[..., Ended]
 COMPARED = check.compared
+CHILD = """
+import sys
+from moetune.adapt.exercise import compare_here
+from tests.nullcuda import device
+with device.answering(compares=True):
+    compare_here(int(sys.argv[1]))
+"""
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """What is found on this machine is kept in a folder of the test's own."""
     monkeypatch.setattr(check, "compared", COMPARED)
+    monkeypatch.setattr(comparison, "_CHILD", CHILD)
     monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "cache"))
     yield tmp_path / "cache"
     use_kernels(but=())

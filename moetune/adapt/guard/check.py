@@ -1,12 +1,12 @@
 """Disable kernels that do not work on this machine, by a comparison now or earlier.
 
-What failed is on disk, in one file for each card and its software, by the sizes that were compared.
+What failed is on disk, in one file for each card and its software, by the runs that were compared.
 """
 
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import distributions
 from math import inf
@@ -16,8 +16,8 @@ from socket import gethostname
 import torch
 
 from moetune.adapt.guard.comparison import Verdict, compare
-from moetune.adapt.guard.exercise import Sizes, sizes_of
 from moetune.cache import cache_folder, read_cached, write_cached
+from moetune.config.schema import RunConfig, TrainConfig
 from moetune.files import source_digest
 from moetune.kernels.registry import on_gpu, without_kernel
 from moetune.models.catalog.gpus import Gpu
@@ -25,9 +25,28 @@ from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolved import ResolvedRun
 
 KERNELS = ("kernels/*.py", "formats/*.py", "experts/*.py", "adapt/*.py", "adapt/layers/*.py", "adapt/guard/*.py")
-"""Patterns, relative to the package, of the source files of kernels, their references and the exercises."""
+"""Patterns, relative to the package, of the source files of kernels, their references and the models that call them."""
 Failures = dict[str, dict[str, str]]
-"""Digest of the sizes that were compared -> operator -> what is wrong with its kernel."""
+"""Digest of the run files whose calls were compared -> operator -> what is wrong with its kernel."""
+
+
+def compared_as(run: ResolvedRun) -> RunConfig:
+    """Return the run file whose calls of kernels are compared for a run, and known for all runs that share it: on one
+    rank, with random weights, and without settings that decide no call."""
+    config, train = run.config, run.config.train
+    adapt = config.adapt.but(start_from=None)
+    if adapt.lora is not None:
+        adapt = adapt.but(lora={"alpha": 16.0})
+    return RunConfig(
+        model=config.model.but(weights="random"),
+        adapt=adapt,
+        train=TrainConfig(
+            checkpointing="none",  # the exercise itself turns it on
+            expert_memory=train.expert_memory,
+            dense_router_gradient=train.dense_router_gradient,
+            merge_into=train.merge_into,
+        ),
+    )
 
 
 def checked(
@@ -45,15 +64,15 @@ def checked(
     Args:
         say: called on the first rank with texts for the user: that kernels are being compared, and which do not work.
     """
-    if device.type != "cuda" or not (sizes := sizes_of(run)):
+    if device.type != "cuda":
         return run
-    file = _file(device)
+    file, runs = _file(device), (compared_as(run),)
     alike = ranks.gather((gethostname(), file.name))
     failed: dict[str, str] | None = {}
-    if alike.index(alike[ranks.rank]) == ranks.rank and (failed := _known(file).get(_digest(sizes))) is None:
+    if alike.index(alike[ranks.rank]) == ranks.rank and (failed := _known(file).get(_digest(runs))) is None:
         tell = say if ranks.is_first else lambda _: None
         tell("comparing the kernels with torch's operations at the sizes of this run, once on this machine …")
-        verdict = compared(device, sizes, inf if ranks.is_single else run.config.parallel.timeout / 2)
+        verdict = compared(device, runs, inf if ranks.is_single else run.config.parallel.timeout / 2)
         if verdict.stopped:
             tell(f"warning: the kernels could not be compared ({verdict.stopped}); they run unchecked")
         failed = verdict.failed
@@ -64,14 +83,14 @@ def checked(
     return _without(run, on_any)
 
 
-def compared(device: torch.device, sizes: Sizes, limit: float = inf) -> Verdict:
-    """Compare the kernels at `sizes` for at most `limit` seconds, whatever earlier comparisons found.
+def compared(device: torch.device, runs: Sequence[RunConfig], limit: float = inf) -> Verdict:
+    """Compare the kernels in the calls of `runs` for at most `limit` seconds, whatever earlier comparisons found.
 
     It is written to disk if it was complete, and with Triton: a compiler can be installed at any time.
     """
-    verdict = compare(device, sizes, limit)
+    verdict = compare(device, runs, limit)
     if not verdict.stopped and on_gpu() is not None:
-        _write(_file(device), sizes, verdict.failed)
+        _write(_file(device), runs, verdict.failed)
     return verdict
 
 
@@ -83,17 +102,17 @@ def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
     failed = {name: why for name, why in without_kernel().items() if name not in run.config.hardware.without_kernels}
     if device.type != "cuda" or not failed:
         return run
-    file, sizes = _file(device), sizes_of(run)
-    if (known := _known(file).get(_digest(sizes))) is not None:  # else the next start compares
-        _write(file, sizes, known | failed)
+    file, runs = _file(device), (compared_as(run),)
+    if (known := _known(file).get(_digest(runs))) is not None:  # else the next start compares
+        _write(file, runs, known | failed)
     return _without(run, failed)
 
 
 def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     """Return a run whose `hardware.without_kernels` also lists the kernels that failed an earlier comparison on `card`.
 
-    Nothing is compared: the result follows from what earlier comparisons on this machine found at the run's sizes, or,
-    without one, at all other sizes. Returns `run` itself without CUDA, without a comparison, or if this machine's first
+    Nothing is compared: the result follows from what earlier comparisons on this machine found for the run, or, without
+    one, for all others. Returns `run` itself without CUDA, without a comparison, or if this machine's first
     GPU differs from `card` in both name and total memory. `card` None stands for the first GPU.
     """
     if not torch.cuda.is_available():
@@ -104,13 +123,15 @@ def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     if card is not None and card.full_name != properties.name and card.memory.value != properties.total_memory:
         return run
     known = _known(_file(device))
-    if not any(known.values()) or not (sizes := sizes_of(run)):
+    if not any(known.values()):
         return run
-    return _without(run, known.get(_digest(sizes), {name for failed in known.values() for name in failed}))
+    return _without(
+        run, known.get(_digest((compared_as(run),)), {name for failed in known.values() for name in failed})
+    )
 
 
 def _file(device: torch.device) -> Path:
-    """Return the file of what comparisons found, named by a digest of all that this depends on apart from the sizes."""
+    """Return the file of what comparisons found, named by a digest of all that this depends on apart from the run."""
     driver = ""
     with suppress(OSError):  # there is no such file under WSL
         driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
@@ -135,8 +156,8 @@ def _known(file: Path) -> Failures:
     return known or {}
 
 
-def _write(file: Path, sizes: Sizes, failed: dict[str, str]) -> None:
-    write_cached(file, Failures, _known(file) | {_digest(sizes): failed})
+def _write(file: Path, runs: Sequence[RunConfig], failed: dict[str, str]) -> None:
+    write_cached(file, Failures, _known(file) | {_digest(runs): failed})
 
 
 def _without(run: ResolvedRun, failed: Iterable[str]) -> ResolvedRun:

@@ -1,8 +1,8 @@
 """Comparison of a run's kernels with torch's operations, in child processes.
 
 A kernel that accesses memory illegally ends its whole process, and one that hangs can only be stopped by killing the
-process. The calls are recorded, not written out: an exercise (exercise.py) runs a small part of a model forward and
-backward, and a dispatch mode intercepts each operator with the arguments, layouts and aliases of a training step.
+process. A child runs a few layers of the run's own model forward and backward (adapt/exercise.py), in which a dispatch
+mode compares each operator with the arguments, layouts and aliases of a training step.
 """
 
 import copy
@@ -10,31 +10,28 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetune.adapt.guard.exercise import Sizes
+from moetune.config.schema import RunConfig
 from moetune.errors import one_line
 from moetune.kernels.registry import OPERATORS, KernelError, Operator, is_out_of_memory, on_gpu, using_kernels
-from moetune.run.dtypes import DTYPES
 
 LIMIT = 120.0
 """Seconds that the comparison of one operator may take; most of it is the compilation of its kernel."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
 """Largest accepted difference relative to a result's largest value, by dtype; torch rounds more often in 16 bits."""
-_CHILD = "import sys; from moetune.adapt.guard.comparison import compare_here; compare_here(int(sys.argv[1]))"
-_Line = tuple[str, str] | None
+_CHILD = "import sys; from moetune.adapt.exercise import compare_here; compare_here(int(sys.argv[1]))"
+Line = tuple[str, str] | None
 """What a child says: the operator that it begins to compare, or "" after one, and what is wrong with its kernel, or "".
 None says that all are compared."""
 
@@ -54,8 +51,8 @@ class Verdict(NamedTuple):
 # --- Children -----------------------------------------------------------------------------------------------------
 
 
-def compare(device: torch.device, sizes: Sizes, limit: float = inf) -> Verdict:
-    """Compare kernels with their references at `sizes`, in child processes, for at most `limit` seconds.
+def compare(device: torch.device, runs: Sequence[RunConfig], limit: float = inf) -> Verdict:
+    """Compare kernels with their references in the calls of `runs`, in child processes, for at most `limit` seconds.
 
     A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out.
     """
@@ -66,13 +63,13 @@ def compare(device: torch.device, sizes: Sizes, limit: float = inf) -> Verdict:
         return Verdict(dict.fromkeys(names, "cannot be compiled: Triton does not work here"))
     failed: dict[str, str] = {}
     while True:
-        child = _child(device.index or 0, sizes, tuple(failed), until)
+        child = _child(device.index or 0, runs, tuple(failed), until)
         failed |= child.failed
         if not child.stopped or not child.failed:
             return Verdict(failed, child.stopped)
 
 
-def _child(device: int, sizes: Sizes, without: Collection[str], until: float = inf) -> Verdict:
+def _child(device: int, runs: Sequence[RunConfig], without: Collection[str], until: float = inf) -> Verdict:
     """Compare all operators but those in `without` in a process of its own, until a time of `time.monotonic`."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     ours, theirs = Pipe()
@@ -86,9 +83,9 @@ def _child(device: int, sizes: Sizes, without: Collection[str], until: float = i
         )  # fmt: skip
         theirs.close()
         try:
-            ours.send((device, sizes, without))
+            ours.send((device, runs, without))
             while not (is_silent := not ours.poll(max(0.0, min(LIMIT, until - time.monotonic())))):
-                line: _Line = ours.recv()
+                line: Line = ours.recv()
                 if line is None:
                     return Verdict(failed)
                 name, why = line
@@ -111,43 +108,27 @@ def _child(device: int, sizes: Sizes, without: Collection[str], until: float = i
     return Verdict(failed, failure if name else f"the comparison {failure}")
 
 
-def compare_here(descriptor: int) -> None:
-    """Run in a child: receive what to compare, compare kernels with references, and send a `_Line` for each step.
-
-    The process ends as soon as the other end of the pipe is closed, so when the process that asked has ended.
-    """
-    pipe = Connection(descriptor)
-    index, sizes, without = pipe.recv()
-    threading.Thread(target=lambda: (pipe.poll(None), os._exit(1)), daemon=True).start()
-    device, failed = torch.device("cuda", index), set(without)
-    torch.cuda.set_device(device)
-    torch.manual_seed(0)
-    for part in sizes:
-        with CallsSeen(partial(_compare_call, dtype=DTYPES[part.dtype], failed=failed, say=pipe.send)):
-            part.exercise(device)
-    torch.cuda.synchronize(device)
-    pipe.send(None)
-
-
-def _compare_call(
-    operator: Operator, args: Sequence[Any], *, dtype: torch.dtype, failed: set[str], say: Callable[[_Line], None]
+def compare_call(
+    operator: Operator, args: Sequence[Any], *, dtype: torch.dtype, done: set[Hashable], say: Callable[[Line], None]
 ) -> Any:
     """Compare the kernel of one call with its reference, and return the reference's result.
 
-    `say` reports each step. Operators in `failed` are not compared, and one that fails is added. `dtype`, that of the
-    token rows, decides how large a difference is accepted.
+    `say` reports each step. In `done` are the operators that failed and the kinds of calls that were compared, to which
+    this adds: they are not compared again. `dtype`, that of the token rows, decides how large a difference is accepted.
 
     Raises:
         Exception: memory ran out, or the device failed, so that no further call can be compared.
     """
-    kernel = None if operator.name in failed else operator.kernel(*args)
+    kind = operator.name, *map(kind_of, args)
+    kernel = None if {operator.name, kind} & done else operator.kernel(*args)
     if kernel is None:
         return referred(operator, *args)
+    done.add(kind)
     say((operator.name, ""))
     try:
         for off in differences(operator, args, kernel):
             if not is_alike(off, dtype):
-                failed.add(operator.name)
+                done.add(operator.name)
                 say((operator.name, f"differs from torch's operations by {off:.1e} of the largest value"))
                 break
             say((operator.name, ""))  # each tile has the time of an operator
@@ -157,7 +138,7 @@ def _compare_call(
             raise
         is_refused = isinstance(error, KernelError)
         failure = "cannot be compiled or launched" if is_refused else f"raises {type(error).__name__}"
-        failed.add(operator.name)
+        done.add(operator.name)
         say((operator.name, f"{failure} ({one_line(error)})"))
         torch.cuda.synchronize()  # raises if the device is of no use any more
     result = referred(operator, *args)
@@ -198,6 +179,8 @@ def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., A
     def outcome(launch: Callable[..., Any]) -> list[Any]:
         copies = copied(args)
         results = launch(*copies)
+        if operator.name == "choose":  # of equal logits either may be chosen
+            results = results[0], args[0].gather(1, results[1])
         return [*(results if isinstance(results, tuple) else (results,)), *(copies[index] for index in changed)]
 
     expected = outcome(partial(referred, operator))
@@ -229,6 +212,20 @@ def referred(operator: Operator, *args: Any) -> Any:
 def copied(args: Sequence[Any]) -> list[Any]:
     """Return copies of an operator's arguments. Strides stay, and arguments that shared a storage still do."""
     return copy.deepcopy([arg.detach() if isinstance(arg, Tensor) else arg for arg in args])
+
+
+def kind_of(arg: Any) -> Hashable:
+    """Return the properties of an argument that select a compiled kernel, to tell kinds of calls apart.
+
+    These leave out the number of rows but for whether an expert has none, a float's value unless it is 0, and the
+    alignment of rows' positions (int64).
+    """
+    if isinstance(arg, Tensor):
+        is_aligned = arg.dtype == torch.int64 or arg.storage_offset() * arg.itemsize % 16 == 0
+        return arg.dtype, arg.shape[1:], arg.stride(), is_aligned
+    if isinstance(arg, (list, tuple)):
+        return 0 in arg
+    return bool(arg) if isinstance(arg, float) else arg
 
 
 def _where_written(before: Tensor, result: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:

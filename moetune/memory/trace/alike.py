@@ -13,11 +13,9 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
-from moetune.models.stack import made_alike
 from moetune.parallel.ranks import Ranks
-from moetune.run.keeps import recomputes_layers
+from moetune.run.kinds import kinds_of
 from moetune.run.resolve import ResolvedRun
 
 
@@ -39,7 +37,7 @@ class Stack:
         """Choose the layers to run.
 
         Args:
-            kinds: for each decoder layer, a value that is equal for identical ones.
+            kinds: for each decoder layer, a value that is equal for identical ones (`kinds_of`).
             sides: for each, a value that is equal for those that are identical for their neighbours; None: `kinds`.
         """
         numbers: dict[Hashable, int] = {}
@@ -113,46 +111,3 @@ def _needless(kept: Sequence[int], contexts: Sequence[tuple[int, int, int, int]]
                 if all(left[context] > count for context, count in inside.items()):
                     return slice(start, start + size)
     return None
-
-
-def kinds_of(run: ResolvedRun, ep: int) -> tuple[list[Hashable], list[Hashable]]:
-    """Return for each decoder layer its kind and its side, as `Stack.of` takes them: all properties that its own memory
-    depends on, and those that its neighbours' depends on; equal in every process. `ep` is the rank's position on the
-    `ep` axis, which decides the experts that it holds."""
-    selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
-    outside = {part.name for part in run.structure.parameters if part.layer is None}
-    # Whether gradients pass through the layer even if nothing in it trains: always under checkpointing, else if an
-    # earlier layer or a weight outside of the layers trains.
-    arrive = recomputes_layers(run.config.train) or bool(selection.full & outside)
-    shapes = {layer.index: layer.shape for layer in run.structure.moe_layers}
-    kinds, sides = list[Hashable](), list[Hashable]()
-    for number, (path, made) in enumerate(made_alike(run.model.plain).items()):
-        trains = (
-            tuple(sorted(name.removeprefix(path) for name in selection.full if name.startswith(f"{path}."))),
-            tuple(
-                sorted(
-                    (name.removeprefix(path), rank)
-                    for name, rank in selection.ranks.items()
-                    if name.startswith(f"{path}.")
-                )
-            ),
-            selection.experts.get(number, ()),
-            selection.lora_experts.get(number, ()),
-        )
-        linears = run.quantized_linears.items()
-        stored = tuple(sorted((at.removeprefix(path), storage) for at, storage in linears if at.startswith(f"{path}.")))
-        kept = tuple(sorted(run.keeps.get(number, ())))
-        stays = "host" in kept and number == 0  # its input, a frozen embedding's output, stays on the GPU
-        carried = number in run.carried_layers
-        experts = run.config.model.storage_of("experts", number), held.get(number, ()), shapes.get(number)
-        sides.append((arrive, stays, carried, kept, any(trains), experts))
-        kinds.append((sides[-1], trains, stored, made))
-        arrive = arrive or any(trains)
-    layers = [*shapes]
-    if run.config.model.experts_on == "host" and any(after - before > 1 for before, after in pairwise(layers)):
-        # while a layer computes, experts of layers that are not its neighbours are copied from the host
-        around = [None, *(sides[layer] for layer in layers), None]
-        fetched = dict(zip(layers, zip(around, around[2:], strict=False), strict=True))
-        for values in (kinds, sides):
-            values[:] = [(value, fetched.get(number)) for number, value in enumerate(values)]
-    return kinds, sides

@@ -1,16 +1,19 @@
 """A run without the kernels that do not work on its machine, on one rank or on several."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import moetune
-from moetune.adapt.guard import check, exercise
+from moetune.adapt import exercise
+from moetune.adapt.guard import check
 from moetune.adapt.guard.check import KERNELS
 from moetune.adapt.guard.comparison import Verdict
-from moetune.adapt.guard.exercise import samples
 from moetune.adapt.layers import low_rank
+from moetune.config.schema import RunConfig
 from moetune.experts import mlp
 from moetune.formats import nf4
 from moetune.kernels import triton_rotary
@@ -35,7 +38,7 @@ def checked_on_a_rank(folder: Path) -> tuple[tuple[str, ...], list[str], list[tu
     """The operators without kernel, what was said, and the comparisons of this rank, each with its limit."""
     rank, compared, said = torch.distributed.get_rank(), list[tuple[str, float]](), list[str]()
 
-    def compare(device: torch.device, sizes: exercise.Sizes, limit: float) -> Verdict:
+    def compare(device: torch.device, runs: Sequence[RunConfig], limit: float) -> Verdict:
         compared.append((CARDS[rank], limit))
         return Verdict(FAILED[CARDS[rank]])
 
@@ -79,12 +82,12 @@ def test_a_prediction_knows_what_was_found_at_its_sizes_or_else_at_others(
     monkeypatch.setattr(check, "_file", lambda device: tmp_path / "card.json.gz")
     monkeypatch.setattr(check, "compare", lambda *_: next(verdicts))
     monkeypatch.setattr(check, "on_gpu", lambda: object())
-    check.compared(CARD, exercise.sizes_of(run))
+    check.compared(CARD, (check.compared_as(run),))
     assert check.as_known(run, None) is run
-    check.compared(CARD, exercise.sizes_of(run))
+    check.compared(CARD, (check.compared_as(run),))
     for known in (run, other):
         assert check.as_known(known, None).config.hardware.without_kernels == ("gated",)
-    check.compared(CARD, exercise.sizes_of(other))
+    check.compared(CARD, (check.compared_as(other),))
     assert check.as_known(other, None).config.hardware.without_kernels == ()
     assert check.as_known(run, None).config.hardware.without_kernels == ("gated",)
     monkeypatch.setattr(check, "_file", lambda device: tmp_path / "another card.json.gz")
@@ -100,4 +103,17 @@ def test_the_file_is_named_by_the_source_of_all_that_an_exercise_runs(monkeypatc
     file = check._file(CARD)
     monkeypatch.setattr(check, "KERNELS", KERNELS[1:])
     assert check._file(CARD) != file
-    assert check._digest(samples("bf16")) != check._digest(samples("fp32"))
+
+
+def test_a_run_is_compared_anew_if_its_calls_differ(tmp_path: Path) -> None:
+    """Not for another scale of LoRA, other rows that are kept, or another length."""
+    model = runs.write_toy(tmp_path / "model")
+
+    def compared_as(**sections: Any) -> RunConfig:
+        return check.compared_as(resolve(runs.toy_run(model, "lora", **sections), "cpu"))
+
+    run, lora = compared_as(), runs.ADAPT["lora"]["lora"]
+    train = {"keep_rows": 1, "steps": 9, "sequence_length": 64}
+    assert compared_as(adapt={"lora": lora | {"alpha": 9}}, train=train, parallel={"fsdp": 2}) == run
+    for sections in ({"model": {"base": "int8"}}, {"train": {"expert_memory": "0"}}, {"adapt": {"router": "all"}}):
+        assert compared_as(**sections) != run

@@ -1,6 +1,7 @@
 """The comparison of a run's kernels: what children find becomes a verdict, however they end."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from moetune.adapt.guard import comparison
 from moetune.adapt.guard.comparison import Verdict
 from moetune.kernels.registry import OPERATORS, KernelError, Operator, use_kernels, without_kernel
+from moetune.kernels.routing import choose
 
 CARD = torch.device("cuda", 0)
 
@@ -109,7 +111,7 @@ def compared(kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tup
     operator, said = Operator(known.name, known.reference, lambda *args: kernel, known.scratch), list[Any]()
     out = torch.ones(3, 4)
     args = (out, torch.ones(2, 4), torch.tensor([0, 2]), 1, torch.tensor([2.0, 3.0, 4.0]))
-    comparison._compare_call(operator, args, dtype=torch.float32, failed=set(), say=said.append)
+    comparison.compare_call(operator, args, dtype=torch.float32, done=set(), say=said.append)
     return out, said
 
 
@@ -140,6 +142,14 @@ def test_a_call_gives_the_references_result_whatever_the_kernel_does(
     whys = [why for _, why in said if why]
     assert len(whys) == (failed is not None)
     assert all(str(failed) in why for why in whys)
+
+
+def test_of_equal_logits_a_kernel_may_choose_either() -> None:
+    logits = torch.tensor([[3.0, 1.0, 3.0, 2.0]])
+    for ids, is_alike in (([2, 0, 3], True), ([0, 1, 3], False)):
+        kernel = partial(lambda ids, *args: (choose(*args)[0], torch.tensor([ids])), ids)
+        (off,) = comparison.differences(OPERATORS["choose"], (logits, 3, True, torch.float32), kernel)
+        assert (off == 0) == is_alike
 
 
 @pytest.mark.parametrize(("tile", "is_wrong"), [(right, False), (wrong, True), (refused, False)])
