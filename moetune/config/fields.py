@@ -159,7 +159,7 @@ def _check_text(text: str) -> str:
 def _check_path(text: str) -> str:
     """Return a path unchanged; raise `ValueError` if no file can have this name."""
     check_path(text)
-    if "${" in text:
+    if re.search(r"\$\{|(^|/)\$\w+(/|$)", text):
         raise ValueError(f"{shown(text)} names a variable, and run files have none; write its value")
     return _check_text(text)
 
