@@ -30,7 +30,7 @@ _TRAINS = (
     *("train", "training", "trainable", "loss", "mask", "masked"),
     *("train_detail", "training_detail", "loss_mask", "loss_scale", "loss_weight"),
 )
-"""Keys by which messages of other tools' files say whether they are trained on."""
+"""Keys by which messages of other tools' files, or lists beside them, say whether they are trained on."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -64,8 +64,8 @@ def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         MalformedError: only one of prompt and completion is a list; or the record holds preferences: two answers, of
-            which one was chosen, or a label that says whether the answer is wanted; or images, sounds or videos beside
-            a prompt or chat; or arguments of the chat template.
+            which one was chosen, or a label that says whether the answer is wanted; or a list of what trains; or
+            images, sounds or videos beside a prompt or chat; or arguments of the chat template.
     """
     _refuse_other_uses(record)
     if columns := [key for key in _TURNS if isinstance(record.get(key), dict)]:
@@ -125,6 +125,8 @@ def _refuse_other_uses(record: dict[str, Any]) -> None:
                 f"{key} is {label}, which says whether the answer is wanted, and every answer would be trained on: "
                 f"docs/guides/preferences.md shows how to train on preferences; or keep those that are, without {key}"
             )
+    if flags := [key for key in _TRAINS if isinstance(record.get(key), list)]:
+        raise MalformedError(f"it says by {flags[0]!r} which messages train; write weight, 0 or 1, into each message")
     if not is_text and (media := [key for key in MEDIA if record.get(key)]):
         raise MalformedError(f"it holds {media[0]}, and only text is read; leave the record out")
     if record.get("chat_template_kwargs"):
