@@ -58,9 +58,10 @@ def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record under the keys of a format: a copy with other names replaced if it has some, else as it is.
 
     Those of Dolly, OpenOrca and question-answer data become Alpaca's `instruction`, `input` and `output`,
-    `system_prompt` becomes `system`, and LMSYS' `conversation`, or messages with ShareGPT's keys, `conversations`. A
-    prompt and completion that are lists of messages, as for TRL, become `messages`, of which those of the prompt have
-    `weight` 0; so does xLAM's query with its answers, which are calls of tools. Messages may be kept by keys.
+    `system_prompt` becomes `system`, `tool_defs` (of verifiers' rollouts) `tools`, and LMSYS' `conversation`, or
+    messages with ShareGPT's keys, `conversations`. A prompt and completion that are lists of messages, as for TRL,
+    become `messages`, of which those of the prompt have `weight` 0; so does xLAM's query with its answers, which are
+    calls of tools. Messages may be kept by keys.
 
     Raises:
         MalformedError: only one of prompt and completion is a list; or the record holds preferences: two answers, of
@@ -76,6 +77,8 @@ def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:
             record = _renamed(record, {asked: "instruction", given: "input", answered: "output"})
     if record.get("system") is None and record.get("text") is None:
         record = _renamed(record, {"system_prompt": "system"})
+    if record.get("tools") is None:
+        record = _renamed(record, {"tool_defs": "tools"})
     messages = record.get("messages")
     if messages is not None:
         is_sharegpt = (
