@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -131,6 +132,8 @@ def _size_or(what: str, *words: str, share: float | None = None) -> BeforeValida
 
 
 def _check_coefficient(value: object) -> object:
+    with suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value  # YAML takes 1e-3 for text
     if value == "auto" or (type(value) in (int, float) and 0 <= value <= 1e6):  # type: ignore[operator]
         return value
     raise ValueError(f"{value!r} is neither a number from 0 to 1e6 nor auto")
@@ -156,7 +159,7 @@ def _check_text(text: str) -> str:
 def _check_path(text: str) -> str:
     """Return a path unchanged; raise `ValueError` if no file can have this name."""
     check_path(text)
-    if "${" in text:
+    if re.search(r"\$\{|(^|/)\$\w+(/|$)", text):
         raise ValueError(f"{shown(text)} names a variable, and run files have none; write its value")
     return _check_text(text)
 

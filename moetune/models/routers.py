@@ -67,9 +67,8 @@ def score_functions(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, S
 def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
     """Measure which score function the routing weights of a layer's chosen experts are proportional to.
 
-    A CPU copy of the layer's block runs with random weights on 16 tokens; a module that records its inputs replaces the
-    experts. None if the weights match neither function, if the router does not return its logits, or if the block
-    cannot run alone.
+    The block runs alone (`_alone`), with a module that records its inputs for the experts. None if the weights match
+    neither function, if the router does not return its logits, or if the block cannot run alone.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     logits: list[Tensor | None] = []
@@ -79,23 +78,14 @@ def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
             seen.append((top_k_index, top_k_weights))
             return torch.zeros_like(hidden_states)
 
-    block = copy.deepcopy(model.get_submodule(layer.block))
-    inside = layer.experts.removeprefix(f"{layer.block}.")
-    if inside == layer.experts or not layer.router.startswith(f"{layer.block}."):
+    if (alone := _alone(model, layer, Recorder())) is None:
         return None
-    block.set_submodule(inside, Recorder())
-    block = block.float().to_empty(device="cpu").eval()
+    block, tokens = alone
     router = logits_module(block, layer.router.removeprefix(f"{layer.block}."), layer.shape.num_experts)
     router.register_forward_hook(lambda _, args, output: logits.append(find_logits(output, layer.shape.num_experts)))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for tensor in (*block.parameters(), *block.buffers()):
-            if tensor.is_floating_point() and tensor.dim() > 1:
-                tensor.normal_(std=tensor.shape[-1] ** -0.5)
-            else:
-                tensor.zero_()
+    with torch.no_grad():
         try:
-            block(torch.randn(1, 16, layer.shape.hidden))
+            block(tokens)
         except Exception:  # a block that needs more inputs than hidden states
             return None
     if not seen or not logits or logits[0] is None:
@@ -108,6 +98,47 @@ def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
         if torch.allclose(scale_TK, scale_TK[:, :1].expand_as(scale_TK), rtol=1e-3):
             return score
     return None
+
+
+def is_idle(model: nn.Module, layer: MoeLayer) -> bool:
+    """Return whether no gradient of the loss reaches a layer's router, because a token's only expert has the weight 1,
+    divided by itself. False if that is not known: if the block cannot run alone."""
+
+    class Weighted(nn.Module):
+        def forward(self, hidden_states: Tensor, _: Tensor, top_k_weights: Tensor) -> Tensor:
+            return hidden_states * top_k_weights.sum(-1).reshape(*hidden_states.shape[:-1], 1)
+
+    if layer.top_k > 1 or (alone := _alone(model, layer, Weighted())) is None:
+        return False
+    block, tokens = alone
+    router = block.get_submodule(layer.router.removeprefix(f"{layer.block}."))
+    with torch.enable_grad():
+        try:
+            output = block.requires_grad_()(tokens.requires_grad_())
+        except Exception:
+            return False
+        (output[0] if isinstance(output, tuple) else output).square().sum().backward()
+    steepest = max((p.grad.abs().max().item() for p in router.parameters() if p.grad is not None), default=0.0)
+    return tokens.grad is not None and steepest < 1e-2 * tokens.grad.abs().max().item()
+
+
+def _alone(model: nn.Module, layer: MoeLayer, experts: nn.Module) -> tuple[nn.Module, Tensor] | None:
+    """Return a copy of a layer's block on the CPU, in float32 with random weights, and `experts` in place of its own;
+    and 16 tokens [1, T, H] for it. None if its experts or its router are outside of it."""
+    block = copy.deepcopy(model.get_submodule(layer.block))
+    inside = layer.experts.removeprefix(f"{layer.block}.")
+    if inside == layer.experts or not layer.router.startswith(f"{layer.block}."):
+        return None
+    block.set_submodule(inside, experts)
+    block = block.float().to_empty(device="cpu").eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for tensor in (*block.parameters(), *block.buffers()):
+            if tensor.is_floating_point() and tensor.dim() > 1:
+                tensor.normal_(std=tensor.shape[-1] ** -0.5)
+            else:
+                tensor.zero_()
+        return block, torch.randn(1, 16, layer.shape.hidden)
 
 
 def correction_bias(model: nn.Module, layer: MoeLayer) -> str | None:

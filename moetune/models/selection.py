@@ -296,7 +296,7 @@ class _Resolver:
         if meant := [c for c in _OTHER_TARGETS.get(target.rpartition(".")[2], ()) if c in components]:
             return f" Components have names of their own here: write [{', '.join(meant)}]."
         names = {piece for path in self.structure.lora_layers() for piece in path.split(".") if not piece.isdigit()}
-        return suggest(target, [*components, *names]) or (
+        return suggest(target, [*components, *(names if linear else ())]) or (
             f" Components: {', '.join(components)}; patterns match names such as {self.structure.parameters[-1].name!r}"
         )
 

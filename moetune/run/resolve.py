@@ -90,7 +90,7 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     keeps = kept_by_layer(train, structure)
     result = ResolvedRun(config, device_type, model, selection, parts, optimizers, keeps=keeps, scored=tuple(scored))
     if not wrong:
-        problems += validation.unmatched_optimizers(result)
+        problems += [*validation.unmatched_optimizers(result), *validation.idle_routers(result)]
     problems += validation.problems_of(result)
     if result.rounding is not None and not wrong:
         problems += merge_problems(result)

@@ -20,6 +20,7 @@ from moetune.errors import UserError, counted, raise_problems
 from moetune.formats.source_quantization import SourceQuantization
 from moetune.formats.table import FORMATS
 from moetune.models.dry_run import flow_of
+from moetune.models.routers import is_idle
 from moetune.models.stack import decoder_stack, every_layer
 from moetune.models.structure import ModelStructure
 from moetune.run.deepspeed_json import deepspeed_json
@@ -180,6 +181,20 @@ def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
     unknown = [layer for layer in run.structure.moe_layers if layer.index not in run.router_scores]
     if unknown:
         yield f"{option}: the weights of {unknown[0].router} are neither a softmax nor a sigmoid; leave it out"
+
+
+def idle_routers(run: ResolvedRun) -> Iterator[str]:
+    """Yield a line if routers train that no gradient reaches: what moves them is rounding, at full learning rate."""
+    train, layers = run.config.train, run.structure.lora_layers()
+    trains = "router" in run.trains or any(layers[path].component == "router" for path in run.selection.lora_linears)
+    if not trains or train.dense_router_gradient or train.router_aux_loss or train.router_z_loss:
+        return
+    for layer in run.structure.moe_layers[:1]:
+        if is_idle(run.model.plain, layer):
+            yield (
+                f"{layer.router} would train without a gradient: a token has one expert (num_experts_per_tok), whose "
+                "weight is always the same; leave routers out of adapt, or set train.router_aux_loss"
+            )
 
 
 def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:

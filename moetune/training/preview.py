@@ -65,10 +65,16 @@ def notes(data: Datasets) -> list[str]:
     and what data sets hold that is not read."""
     lines = [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in data.counts.chats.items()]
     for setting, count in data.counts.settings.items():
-        lines.append(
-            f"{counted(count, 'turn')} of the assistant with the generation prompt of {setting}, which has no loss; "
-            f"set data.template: {{{setting}}}, and generate, chat and exports use this prompt too"
-        )
+        if setting:
+            lines.append(
+                f"{counted(count, 'turn')} of the assistant with the generation prompt of {setting}, which has no "
+                f"loss; set data.template: {{{setting}}}, and generate, chat and exports use this prompt too"
+            )
+        else:
+            lines.append(
+                f"{counted(count, 'chat')} in which the assistant does not begin with the template's generation "
+                "prompt, after which the model will answer: give thoughts, or another data.chat_template"
+            )
     lines += end_notes(turn_ends(data.counts.ends, data.stops), data.stops)
     if lines and data.clock is not None:
         lines.append(f"the chat template writes the date {data.clock:%Y-%m-%d}; a run keeps that of its first day")

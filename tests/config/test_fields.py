@@ -56,6 +56,7 @@ def test_ids_written_as_ranges_read_back(ids: set[int]) -> None:
         *(("keep_rows", kept, kept) for kept in ("none", "auto", 1, 32)),
         ("keep_rows", 0, "none"),
         *(("router_aux_loss", coefficient, coefficient) for coefficient in ("auto", 0, 0.01)),
+        ("router_aux_loss", "1e-3", 0.001),  # which YAML takes for text
     ],
 )
 def test_sizes_and_coefficients_stay_as_they_are_written(key: str, written: object, kept: object) -> None:
@@ -70,7 +71,7 @@ def test_sizes_and_coefficients_stay_as_they_are_written(key: str, written: obje
         ("loss_memory", [0, 256, "256", "0MiB", "-1GiB", "all", None], "neither a size above zero nor none nor auto"),
         ("expert_memory", [False, 256, "256", "-1GiB", "all", None], "neither a size nor 0 nor auto"),
         ("keep_rows", [-1, True, False, "all", "3", 1.0, None], "neither a number of layers nor none nor auto"),
-        ("router_aux_loss", [True, -1, 1e7, "none", None], "neither a number from 0 to 1e6 nor auto"),
+        ("router_aux_loss", [True, -1, 1e7, "1e7", "nan", "none", None], "neither a number from 0 to 1e6 nor auto"),
     ],
 )
 def test_wrong_sizes_and_coefficients(key: str, wrong: list[object], message: str) -> None:

@@ -92,6 +92,7 @@ sheduler: cosine
         (BASE + "train: {steps: true, epochs: no}", "steps: True is no number.*epochs: False is no number"),
         (BASE + "train: {steps: 1:30, seed: 1:30.5}", "steps: '1:30' is not valid.*seed: '1:30.5' is not valid"),
         (BASE + "output: ${OUT}/run", r"output: '\$\{OUT\}/run' names a variable"),
+        (BASE + "output: $HOME/run", r"output: '\$HOME/run' names a variable"),
     ],
 )
 def test_what_is_not_a_run_file(tmp_path: Path, text: str, message: str) -> None:

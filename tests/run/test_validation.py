@@ -93,6 +93,21 @@ def test_what_is_refused(case: str, small_model: Path) -> None:
         resolve(config_of(small_model, **sections), "cuda")
 
 
+def test_routers_without_a_gradient(tmp_path: Path) -> None:
+    """One expert a token, whose weight is divided by itself: what reaches the router is rounding alone."""
+    routers: dict[str, Any] = {
+        "whole": {"router": "all"},
+        "factors": {"lora": EVERYTHING["lora"] | {"targets": ["router"]}},
+    }
+    toy_config("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True).save_pretrained(tmp_path / "one")
+    for adapt in routers.values():
+        with pytest.raises(UserError, match="gate would train without a gradient"):
+            resolve(config_of(tmp_path / "one", adapt), "cpu")
+    resolve(config_of(tmp_path / "one", routers["whole"], train={"router_aux_loss": 0.01}), "cpu")
+    toy_config("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False).save_pretrained(tmp_path / "weighted")
+    resolve(config_of(tmp_path / "weighted", routers["whole"]), "cpu")
+
+
 def test_router_losses_of_a_dense_model(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaConfig(**sizes).save_pretrained(tmp_path)

@@ -178,7 +178,8 @@ class CheckpointReader:
         for name in sorted(missing):
             is_head = plain.get_parameter_or_buffer(name) is head
             hint = " (set tie_word_embeddings: true in config.json if the embedding is the head)" if is_head else ""
-            yield f"missing {name}{hint}"
+            twice = " (it is there in two spellings: remove one from the files)" if name in unexpected else ""
+            yield f"missing {name}{hint}{twice}"
         yield from (f"unexpected {name}" for name in sorted(unexpected))
         of_experts = {f"{path}.{stack}": x for path, x in self._target.layers.items() for stack in stacks(x)}
         for name, mapping in self._mappings.items():

@@ -30,7 +30,7 @@ _TRAINS = (
     *("train", "training", "trainable", "loss", "mask", "masked"),
     *("train_detail", "training_detail", "loss_mask", "loss_scale", "loss_weight"),
 )
-"""Keys by which messages of other tools' files say whether they are trained on."""
+"""Keys by which messages of other tools' files, or lists beside them, say whether they are trained on."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -58,14 +58,15 @@ def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record under the keys of a format: a copy with other names replaced if it has some, else as it is.
 
     Those of Dolly, OpenOrca and question-answer data become Alpaca's `instruction`, `input` and `output`,
-    `system_prompt` becomes `system`, and LMSYS' `conversation`, or messages with ShareGPT's keys, `conversations`. A
-    prompt and completion that are lists of messages, as for TRL, become `messages`, of which those of the prompt have
-    `weight` 0; so does xLAM's query with its answers, which are calls of tools. Messages may be kept by keys.
+    `system_prompt` becomes `system`, `tool_defs` (of verifiers' rollouts) `tools`, and LMSYS' `conversation`, or
+    messages with ShareGPT's keys, `conversations`. A prompt and completion that are lists of messages, as for TRL,
+    become `messages`, of which those of the prompt have `weight` 0; so does xLAM's query with its answers, which are
+    calls of tools. Messages may be kept by keys.
 
     Raises:
         MalformedError: only one of prompt and completion is a list; or the record holds preferences: two answers, of
-            which one was chosen, or a label that says whether the answer is wanted; or images, sounds or videos beside
-            a prompt or chat; or arguments of the chat template.
+            which one was chosen, or a label that says whether the answer is wanted; or a list of what trains; or
+            images, sounds or videos beside a prompt or chat; or arguments of the chat template.
     """
     _refuse_other_uses(record)
     if columns := [key for key in _TURNS if isinstance(record.get(key), dict)]:
@@ -76,6 +77,8 @@ def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:
             record = _renamed(record, {asked: "instruction", given: "input", answered: "output"})
     if record.get("system") is None and record.get("text") is None:
         record = _renamed(record, {"system_prompt": "system"})
+    if record.get("tools") is None:
+        record = _renamed(record, {"tool_defs": "tools"})
     messages = record.get("messages")
     if messages is not None:
         is_sharegpt = (
@@ -125,6 +128,8 @@ def _refuse_other_uses(record: dict[str, Any]) -> None:
                 f"{key} is {label}, which says whether the answer is wanted, and every answer would be trained on: "
                 f"docs/guides/preferences.md shows how to train on preferences; or keep those that are, without {key}"
             )
+    if flags := [key for key in _TRAINS if isinstance(record.get(key), list)]:
+        raise MalformedError(f"it says by {flags[0]!r} which messages train; write weight, 0 or 1, into each message")
     if not is_text and (media := [key for key in MEDIA if record.get(key)]):
         raise MalformedError(f"it holds {media[0]}, and only text is read; leave the record out")
     if record.get("chat_template_kwargs"):

@@ -169,7 +169,7 @@ class Encoder:
 
     def _text(self, record: dict[str, Any]) -> Tokens:
         ids = begun(self._bos, self._ended(self._checked(record, "text")))
-        return ids, np.ones(len(ids), dtype=bool)
+        return ids, np.arange(len(ids)) >= len(self._bos)
 
     def _prompt(self, record: dict[str, Any]) -> Tokens:
         if lost := [key for key in ("system", "history", "tools", *REASONING) if record.get(key)]:
@@ -241,14 +241,15 @@ class Encoder:
 
 
 def bos_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the beginning-of-sequence token that a tokenizer puts before a text; nothing if it adds none."""
-    first: list[int] = tokenizer("a")["input_ids"][:1]
-    return first if first == [tokenizer.bos_token_id] else []
+    """Return the tokens that a tokenizer puts before a text, as a beginning-of-sequence token; nothing if it adds
+    none."""
+    text, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(text)] == text), [])
 
 
 def begun(bos: list[int], ids: np.ndarray) -> np.ndarray:
-    """Return the ids of a text behind `bos`, unless the text spells that token itself."""
-    return ids if ids[:1].tolist() == bos else _joined(bos, ids)
+    """Return the ids of a text behind `bos`, unless the text spells these tokens itself."""
+    return ids if ids[: len(bos)].tolist() == bos else _joined(bos, ids)
 
 
 def _windows(text: str) -> Iterator[str]:

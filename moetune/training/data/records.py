@@ -35,7 +35,8 @@ class Tally:
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
         ends: control tokens at the end of a turn of the assistant -> number of turns.
-        settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
+        settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`); ""
+            -> that of chats whose first begins with none.
     """
 
     dropped: int = 0

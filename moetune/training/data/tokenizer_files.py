@@ -87,9 +87,15 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
                     "gives other tokens than tokenizer.json, which is read here: set tokenizer_class: "
                     "PreTrainedTokenizerFast in tokenizer_config.json, in exports too"
                 )
-    if not tokenizer.chat_template and (file := find("chat_template.json")):  # where processors keep it
-        tokenizer.chat_template = template_in(file)
-    _compare(tokenizer, configs[0], folder)
+    others = {"tokenizer_config.json": configs[0]}
+    if file := find("chat_template.json"):  # where processors keep it
+        tokenizer.chat_template = tokenizer.chat_template or template_in(file)
+        others[file.name] = read_json(file, dict[str, Any])
+    texts = _texts(tokenizer.chat_template)
+    for name, settings in others.items():
+        if any(texts.get(key) != text for key, text in _texts(settings.get("chat_template")).items()):
+            note(f"{folder}: {name} has another chat template than the one that is read")
+    _refuse_contradictions(tokenizer, configs[0], folder)
     return tokenizer
 
 
@@ -119,12 +125,9 @@ def _refuse_growth(backend: Tokenizer) -> None:
             )
 
 
-def _compare(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], folder: str) -> None:
-    """Compare a tokenizer with its `tokenizer_config.json`: say that another file's chat template is read.
-
-    Raises:
-        UserError: a special token is not that of the settings, or special tokens would be read as text.
-    """
+def _refuse_contradictions(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], folder: str) -> None:
+    """Raise `UserError` if a special token is not that of `tokenizer_config.json`, or special tokens would be read as
+    text."""
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = settings.get(name)
         token = value.get("content") if isinstance(value, dict) else value
@@ -139,10 +142,14 @@ def _compare(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], folde
             f"tokenizer_config.json in {folder!r} has split_special_tokens: true, by which special tokens such as "
             f"{tokenizer.eos_token!r} of a chat template are read as text; set it to false"
         )
-    written, template = settings.get("chat_template"), tokenizer.chat_template
-    if isinstance(written, str) and isinstance(template, str) and written.strip() != template.strip():
-        text = "the chat template is that of chat_template.jinja; tokenizer_config.json has another, which is not read"
-        note(f"{folder}: {text}")
+
+
+def _texts(template: Any) -> dict[str, str]:
+    """Return name -> text of a chat template, or of several, in a list or by name; nothing for None or ""."""
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    named = template if isinstance(template, dict) else {"default": template}
+    return {name: text.strip() for name, text in named.items() if text}
 
 
 def template_in(file: Path) -> str:

@@ -113,6 +113,10 @@ def other(name: str, *shape: int) -> Any:
 DAMAGE: dict[str, tuple[Any, str]] = {
     "missing": (without("model.norm.weight"), "missing model.norm.weight"),
     "unexpected": (other("model.layers.0.extra.weight", 2), "unexpected model.layers.0.extra.weight"),
+    "twice": (
+        other("model.layers.0.mlp.gate.weight", 8, 32),
+        "missing model.layers.0.mlp.gate.weight (it is there in two spellings: remove one from the files)",
+    ),
     "other shape": (other("lm_head.weight", 7, 32), "lm_head.weight is [7, 32], not [96, 32]"),
     "a linear": (other("model.layers.0.self_attn.q_proj.weight", 5, 32), "q_proj.weight is [5, 32], not [32, 32]"),
     "no weight": (

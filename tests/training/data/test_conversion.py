@@ -157,6 +157,7 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ({"prompt": "hi <think>\n", "completion": "hm"}, "completion opens <think> and does not close it"),
         ({"prompt": "hi", "completion": "yes", "system": "s"}, "system beside prompt and completion would be lost"),
         ({"messages": [USER, {**ASSISTANT, "mask": True}]}, "message 2 says by 'mask'"),
+        ({"messages": [USER, ASSISTANT], "loss_mask": [0, 1]}, "it says by 'loss_mask' which messages train"),
         (
             {"messages": [USER, {**ASSISTANT, "channel": "analysis"}, {**ASSISTANT, "channel": "final"}]},
             "channel analysis, and would be an answer: write its text as thinking",

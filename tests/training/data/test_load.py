@@ -672,3 +672,18 @@ def test_a_system_message_beside_messages_is_the_first(tmp_path):
 
 def test_a_device_is_no_file_of_data():
     assert "'/dev/null' is a pipe or a device" in message("/dev/null", make_tokenizer())
+
+
+@pytest.mark.parametrize("first", [["<s>"], ["<|im_start|>", "<s>"]])
+def test_a_text_begins_as_its_tokenizer_begins_it(tmp_path, first):
+    """Also with two tokens, or with one that is named in tokenizer.json alone."""
+    tokenizer = make_tokenizer()
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in first]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*first, "$A"], special_tokens=special
+    )
+    tokenizer.bos_token = None
+    file = write(tmp_path / "a.jsonl", {"text": "ab"}, {"text": "".join(first) + "ab"})
+    rows = load_data(DataConfig(train=file, packing=False), tokenizer, TrainConfig(sequence_length=64)).train
+    ids = [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id]
+    assert [(row["input_ids"], row["labels"]) for row in rows] == [(ids, [-100] * len(first) + ids[len(first) :])] * 2

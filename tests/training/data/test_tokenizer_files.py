@@ -128,6 +128,7 @@ def test_tokenizer_json_is_read_as_it_is(
             "split_special_tokens: true, .*'</s>'.*; set it to false",
         ),
         ({"eos_token": {"content": "</s>"}, "chat_template": "another"}, None),
+        ({"eos_token": "</s>", "chat_template": [{"name": "default", "template": "another"}]}, None),
     ],
 )
 def test_settings_that_other_files_overrule_are_named(
@@ -135,15 +136,14 @@ def test_settings_that_other_files_overrule_are_named(
 ) -> None:
     """transformers 5 saves an end-of-sequence token that special_tokens_map.json, of transformers 4, undoes."""
     files = {"tokenizer.json": own, "special_tokens_map.json": b'{"eos_token": "</s>"}'}
-    folder = write(tmp_path, files=files | {"chat_template.jinja": b"one"}, **settings)
+    templates = {"chat_template.jinja": b"one", "chat_template.json": b'{"chat_template": "of a processor"}'}
+    folder = write(tmp_path, files=files | templates, **settings)
     if said is not None:
         with pytest.raises(UserError, match=said):
             tokenizer_of("model", folder)
         return
     assert tokenizer_of("model", folder).chat_template == "one"
-    assert (
-        "the chat template is that of chat_template.jinja; tokenizer_config.json has another" in capsys.readouterr().err
-    )
+    assert capsys.readouterr().err.count("has another chat template than the one that is read") == 2
 
 
 @pytest.mark.parametrize("begins", [True, False])

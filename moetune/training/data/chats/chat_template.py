@@ -57,7 +57,7 @@ class Written:
         marking: how the assistant's text was found.
         ends: for each turn that trains the control tokens at its end, in order; one of them ends generation.
         settings: for each turn that trains and begins with the generation prompt of another setting of `data.template`,
-            this setting.
+            this setting; "" if the first begins with none, as the template marks it.
     """
 
     texts: list[Spanned]
@@ -128,11 +128,11 @@ class ChatTemplate:
             else:
                 cuts = self._turns(text, messages, marks, tools)
             self._refuse_lost(messages, marks[1], cuts, tools)
-            texts, ends, settings = [], [], []
+            texts, ends, settings = [], [], list[str]()
             for cut in cuts:
                 if cut.spans is not None:
                     calls = bool(messages[cut.end - 1].get("tool_calls"))
-                    spans, new_settings = self._thinking.trained(cut.layout.text, cut.spans)
+                    spans, begun = self._thinking.trained(cut.layout.text, cut.spans)
                     spanned, tokens = self._ends.added(cut.layout.text, spans, calls)
                     for turn in tokens:
                         if turn[-1:] == turn[-2:-1] != ():
@@ -141,7 +141,9 @@ class ChatTemplate:
                             )
                     texts.append(spanned)
                     ends += tokens
-                    settings += new_settings
+                    settings += filter(None, begun)
+                    if self._has_markers and begun[:1] == [None] and self._thinking.usual and _asked(messages):
+                        settings.append("")
         for text, _ in texts:
             checked_text(text, "rendered chat")
         marking: Marking = "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
@@ -351,6 +353,12 @@ def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[in
             "of the assistant"
         )
     return [span for span, weight in zip(spans, weights, strict=True) if weight]
+
+
+def _asked(messages: Messages) -> bool:
+    """Return whether the first message that trains answers a user: after a tool's result the prompt may be another."""
+    roles = [m["role"] for m in messages if m["role"] != "assistant" or m.get("weight", 1)]
+    return "user" in roles[: roles.index("assistant")][-1:]
 
 
 def _refuse_wrong_markers(messages: Messages, layout: Layout, spans: list[tuple[int, int]]) -> None:

@@ -112,13 +112,14 @@ class Thinking:
         """The generation prompt of the template as it is; "" if that is not known."""
         return next((prompt for prompt, setting in self._prompts.items() if not setting), "")
 
-    def trained(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[str]]:
+    def trained(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[str | None]]:
         """Return the assistant's ranges of a rendered chat without generation prompts at their beginnings.
 
-        Also return the setting of each that begins as the generation prompt does with another setting, and not as it
-        does in the template as it is.
+        Also return for each the setting whose generation prompt it begins with, "" for the template as it is; None if
+        it begins with none.
         """
-        ranges, settings = [], []
+        ranges = list[tuple[int, int]]()
+        settings = list[str | None]()
         for low, high in spans:
             begun = (
                 (begin + len(prompt), setting)
@@ -126,9 +127,9 @@ class Thinking:
                 for begin in range(max(0, low - len(prompt)), low + 1)
                 if text.startswith(prompt, begin)
             )
-            start, setting = next(begun, (low, ""))  # of the longest prompt
+            start, setting = next(begun, (low, None))  # of the longest prompt
             ranges.append((min(start, high), high))
-            settings += [setting] if setting else []
+            settings.append(setting)
         return ranges, settings
 
     @cached_property

@@ -37,6 +37,7 @@ _OPENERS: dict[bytes, Callable[..., Any]] = {
     rb"BZh[1-9]1AY&SY": bz2.open,
     rb"\xfd7zXZ\x00": lzma.open,
     rb"\x28\xb5\x2f\xfd": _by_arrow("zstd"),
+    rb"[\x50-\x5f]\x2a\x4d\x18": _by_arrow("zstd"),  # a frame to skip, with which pzstd begins
     rb"\x04\x22\x4d\x18": _by_arrow("lz4"),
 }
 """Pattern of the first bytes of a compressed file -> what opens it."""

@@ -90,6 +90,14 @@ def test_a_prompt_that_no_setting_changes_is_refused(name: str, tmp_path: Path) 
         chat(tmp_path, TEMPLATES[name], USER, ANSWER)
 
 
+def test_a_marked_turn_that_begins_as_no_generation_prompt_is_said(tmp_path: Path) -> None:
+    template = TEMPLATES["deepseek_r1_distill_training"]  # its prompt opens a thought
+    assert chat(tmp_path, template, USER, ANSWER | {"content": "<think>\nhm\n</think>\n\nho"})[1].counts.settings == {}
+    _, data = chat(tmp_path, template, USER, ANSWER)
+    assert data.counts.settings == {"": 1}
+    assert any("does not begin with the template's generation prompt" in note for note in notes(data))
+
+
 @pytest.mark.parametrize("name", THINKING)
 @pytest.mark.one_in(10)
 def test_a_thought_in_the_content_is_one_beside_it(name: str, tmp_path: Path) -> None:

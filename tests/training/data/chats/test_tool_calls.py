@@ -80,6 +80,7 @@ SPELLINGS = {
     "tools flat": chat(tools=[TOOL["function"]]),
     "tools flat, with type": chat(tools=[{"type": "function", **TOOL["function"]}]),
     "functions": chat(tools=None, functions=[TOOL["function"]]),
+    "tools of a rollout": {**chat(tools=None), "tool_defs": [TOOL["function"]]},
     "parameters as text": chat(
         tools=[{**TOOL, "function": {**TOOL["function"], "parameters": json.dumps(PARAMETERS)}}]
     ),

@@ -36,7 +36,8 @@ def test_compressed_files_are_read(tmp_path, ending, name):
     file = tmp_path / name.format(ending)
     file.write_bytes(PACKED[ending](RAW))
     assert records(file) == [{"text": "a"}, {"text": "b"}]
-    file.write_bytes(b"".join(map(PACKED[ending], HALVES)))  # as parallel compressors write it
+    skipped = b"\x50\x2a\x4d\x18\1\0\0\0x" if ending == "zst" else b""  # a frame of pzstd's
+    file.write_bytes(skipped + b"".join(map(PACKED[ending], HALVES)))  # as parallel compressors write it
     assert records(file) == [{"text": "a"}, {"text": "b"}]
     if name == "data.jsonl.{}":
         file.write_bytes(PACKED[ending](RAW * 9)[:-9])
