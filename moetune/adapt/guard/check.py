@@ -18,7 +18,7 @@ import torch
 from moetune.adapt.guard.comparison import Verdict, compare
 from moetune.cache import cache_folder, read_cached, write_cached
 from moetune.config.schema import RunConfig, TrainConfig
-from moetune.files import source_digest
+from moetune.files import expanded, source_digest
 from moetune.kernels.registry import on_gpu, without_kernel
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
@@ -27,7 +27,7 @@ from moetune.run.resolved import ResolvedRun
 KERNELS = ("kernels/*.py", "formats/*.py", "experts/*.py", "adapt/*.py", "adapt/layers/*.py", "adapt/guard/*.py")
 """Patterns, relative to the package, of the source files of kernels, their references and the models that call them."""
 Failures = dict[str, dict[str, str]]
-"""Digest of the run files whose calls were compared -> operator -> what is wrong with its kernel."""
+"""`_key` of the run files whose calls were compared -> operator -> what is wrong with its kernel."""
 
 
 def compared_as(run: ResolvedRun) -> RunConfig:
@@ -69,7 +69,7 @@ def checked(
     file, runs = _file(device), (compared_as(run),)
     alike = ranks.gather((gethostname(), file.name))
     failed: dict[str, str] | None = {}
-    if alike.index(alike[ranks.rank]) == ranks.rank and (failed := _known(file).get(_digest(runs))) is None:
+    if alike.index(alike[ranks.rank]) == ranks.rank and (failed := _known(file).get(_key(runs))) is None:
         tell = say if ranks.is_first else lambda _: None
         tell("comparing the kernels with torch's operations at the sizes of this run, once on this machine …")
         verdict = compared(device, runs, inf if ranks.is_single else run.config.parallel.timeout / 2)
@@ -103,7 +103,7 @@ def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
     if device.type != "cuda" or not failed:
         return run
     file, runs = _file(device), (compared_as(run),)
-    if (known := _known(file).get(_digest(runs))) is not None:  # else the next start compares
+    if (known := _known(file).get(_key(runs))) is not None:  # else the next start compares
         _write(file, runs, known | failed)
     return _without(run, failed)
 
@@ -125,9 +125,7 @@ def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     known = _known(_file(device))
     if not any(known.values()):
         return run
-    return _without(
-        run, known.get(_digest((compared_as(run),)), {name for failed in known.values() for name in failed})
-    )
+    return _without(run, known.get(_key((compared_as(run),)), {name for failed in known.values() for name in failed}))
 
 
 def _file(device: torch.device) -> Path:
@@ -147,6 +145,12 @@ def _file(device: torch.device) -> Path:
     return cache_folder("kernels") / f"kernels-{_digest(about)}.json.gz"
 
 
+def _key(runs: Sequence[RunConfig]) -> str:
+    """Return a digest of run files and of their models' config.json: another model may have the same relative path."""
+    files = [expanded(run.model.path) / "config.json" for run in runs]
+    return _digest((runs, [file.read_bytes() if file.is_file() else b"" for file in files]))
+
+
 def _digest(about: object) -> str:
     return hashlib.sha256(repr(about).encode()).hexdigest()[:32]
 
@@ -157,7 +161,7 @@ def _known(file: Path) -> Failures:
 
 
 def _write(file: Path, runs: Sequence[RunConfig], failed: dict[str, str]) -> None:
-    write_cached(file, Failures, _known(file) | {_digest(runs): failed})
+    write_cached(file, Failures, _known(file) | {_key(runs): failed})
 
 
 def _without(run: ResolvedRun, failed: Iterable[str]) -> ResolvedRun:

@@ -90,6 +90,9 @@ def test_a_prediction_knows_what_was_found_at_its_sizes_or_else_at_others(
     check.compared(CARD, (check.compared_as(other),))
     assert check.as_known(other, None).config.hardware.without_kernels == ()
     assert check.as_known(run, None).config.hardware.without_kernels == ("gated",)
+    config = tmp_path / "router" / "model" / "config.json"
+    config.write_text(config.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    assert check.as_known(other, None).config.hardware.without_kernels == ("gated",)  # another model at this path
     monkeypatch.setattr(check, "_file", lambda device: tmp_path / "another card.json.gz")
     assert check.as_known(run, None) is run
 
