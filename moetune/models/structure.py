@@ -239,6 +239,8 @@ def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
                 f"model type {model_type!r}: a token uses {top_k} experts (num_experts_per_tok in config.json), and "
                 f"{path} has {shape.num_experts}"
             )
+        if model_type == "phimoe" and top_k != 2:  # findings/transformers_routing_settings_ignored.sh
+            raise UserError(f"model type 'phimoe' computes 2 experts a token; set num_experts_per_tok {top_k} to 2")
         _refuse_groups(model.get_submodule(router), top_k, shape.num_experts, f"model type {model_type!r}, {path}")
         layers[index] = MoeLayer(index, block, path, router, top_k, shape)
     return tuple(layers[index] for index in sorted(layers))

@@ -139,6 +139,11 @@ def test_missing_top_k_is_refused() -> None:
         structure_of("deepseek_v2", num_experts_per_tok=None)
 
 
+def test_top_k_that_transformers_does_not_read_is_refused() -> None:
+    with pytest.raises(UserError, match="set num_experts_per_tok 4 to 2"):
+        structure_of("phimoe", num_experts_per_tok=4)
+
+
 def test_experts_without_the_mark_are_refused_by_parameter_shape_alone() -> None:
     """A stack of matrices with one slice an expert, under a name that says nothing."""
     with torch.device("meta"):
