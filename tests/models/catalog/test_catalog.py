@@ -112,6 +112,9 @@ def mtp_elements(name: str) -> int:
     text = get(name).config.get("text_config", get(name).config)
     hidden, vocab = text["hidden_size"], text["vocab_size"]
     decoder_layer = count(last_layer(name)) + sum(saved_buffers(last_layer(name)).values())
+    if name == "glm-5.3-flash":  # the module attends as the layer before the last, and has one residual stream
+        state = build(name).get_decoder().layers[-2].state_dict()
+        decoder_layer = sum(tensor.numel() for key, tensor in state.items() if "_hc." not in key)
     return decoder_layer + 2 * hidden**2 + 3 * hidden + MTP_COPIES.get(name, 0) * vocab * hidden
 
 
