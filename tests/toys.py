@@ -84,6 +84,13 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"enable_moe_block": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "gemma4": {"vision_config": {"model_type": "gemma4_vision", "hidden_size": HIDDEN, "num_hidden_layers": 1}},
+    "glm5_next_text": {
+        "qk_rope_head_dim": 0,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "index_kpool": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
     "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layers_block_type": ["linear_attention", "full_attention"] * 2},

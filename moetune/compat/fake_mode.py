@@ -63,6 +63,8 @@ _ONLY_VALUES = ("moetune", "bitsandbytes", "fsdp")
 
 _LIFT = torch.ops.aten.lift_fresh.default
 """Makes what `torch.tensor` returns known to dispatch modes."""
+_NONZERO = torch.ops.aten.nonzero.default
+"""Which elements a mask selects, as torch asks where a tensor is indexed by one."""
 
 
 class _Made(NamedTuple):
@@ -129,12 +131,16 @@ class QuickFakeMode(FakeTensorMode):
     without torch's search for an implementation. Operations in place, and operators of moetune and bitsandbytes that
     return nothing, do nothing. Results of all operations that return new tensors are cached by shapes, strides, dtypes
     and other arguments. torch's own cache has a slower key and leaves out operators of other libraries.
+
+    Args:
+        select_all: a mask of one axis selects all of it, as GLM-5.3's of groups of keys does in rows without padding.
     """
 
     _known: ClassVar[dict[Hashable, tuple[type, list[_Made]] | None]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, *, select_all: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.select_all = select_all
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of any fake tensor on a device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,6 +164,8 @@ class QuickFakeMode(FakeTensorMode):
         if func is _LIFT and type(args[0]) is Tensor and args[0].numel() > 1:  # of fewer torch keeps the values
             result = _Made(args[0].shape, args[0].stride(), args[0].dtype, args[0].device)
             return self._fake(result.on_meta(), result.device)
+        if self.select_all and func is _NONZERO and args[0].dtype is torch.bool and args[0].dim() == 1:
+            return self._fake(torch.empty(args[0].numel(), 1, dtype=torch.long, device="meta"), args[0].device)
         device = self._device_of(args) if on_meta and "device" not in kwargs else None
         if device is None:
             return super().__torch_dispatch__(func, types, args, kwargs)

@@ -6,6 +6,7 @@ Only shapes are read, so the model may be on the meta device. Dense models are s
 import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,11 @@ from moetune.models.moe import (
 )
 from moetune.models.text import auto_class, drop_towers, dropped
 
-_QUERY_RANK = "q_lora_rank"
-"""Field of configurations with latent attention: rank of the queries, None for full rank. Ling 3's type lacks it."""
+_NEEDS_FIELD = {
+    "q_lora_rank": "builds this type's queries in full rank, which are not those of the checkpoint",
+    "swiglu_limit": "does not limit the experts' activations of this type, as those of the checkpoint were in training",
+}
+"""Part of a setting's name -> what transformers does in a type without such a field, as Ling 3's, whatever it says."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,12 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     require_causal_lm(config)
     name = config.model_type
     text = getattr(config, "text_config", config)
-    if getattr(text, _QUERY_RANK, None) and _QUERY_RANK not in type(text).__dataclass_fields__:
-        raise UserError(
-            f"model type {name!r}: config.json has {_QUERY_RANK} {text.q_lora_rank}, and transformers builds this "
-            "type's queries in full rank, which are not those of the checkpoint"
-        )
+    for key, part in product(vars(text).keys() - type(text).__dataclass_fields__, _NEEDS_FIELD):
+        value = getattr(text, key)
+        if part in key and any(value if isinstance(value, list) else [value]):
+            raise UserError(
+                f"model type {name!r}: config.json has {key} {value}, and transformers {_NEEDS_FIELD[part]}"
+            )
     config = copy.deepcopy(config)
     set_attention(config, "eager")  # config.json may name an implementation whose package is not installed here
     try:

@@ -160,8 +160,10 @@ def test_unbuildable_configuration_is_a_user_error() -> None:
         meta_model(config)
 
 
-def test_queries_of_low_rank_that_transformers_does_not_build_are_refused() -> None:
-    assert structure_of("bailing_hybrid", q_lora_rank=None).moe_layers
+def test_settings_that_the_type_lacks_and_that_change_what_it_computes_are_refused() -> None:
+    assert structure_of("bailing_hybrid", q_lora_rank=None, expert_swiglu_limit_list=[0] * 4).moe_layers
     assert structure_of("deepseek_v3", q_lora_rank=16).moe_layers
+    with pytest.raises(UserError, match=r"expert_swiglu_limit_list \[0, 0, 0, 4\], and transformers does not limit"):
+        structure_of("bailing_hybrid", expert_swiglu_limit_list=[0, 0, 0, 4])
     with pytest.raises(UserError, match=r"'bailing_hybrid': .* q_lora_rank 24, and transformers builds"):
         structure_of("bailing_hybrid", q_lora_rank=24)

@@ -28,6 +28,7 @@ CATALOG = Path(__file__).parents[2] / "docs" / "reference" / "catalog.md"
 TYPES = [
     "qwen3_vl_moe", "qwen3_5_moe", "gemma4", "glm4v_moe", "ernie4_5_vl_moe", "mistral_large4", "kimi_k25", "aria",
     "minimax_m3_vl", "qwen3_omni_moe_thinker", "qwen4_exp", "dots3_note", "unlimited_ocr", "step3p7",
+    "glm5_next",
 ]  # fmt: skip
 TOLERANCE = 1e-5
 TOWERS = ("vis", "audio", "projector", "merger", "multi_modal", "sam_")

@@ -148,7 +148,7 @@ def faked(
         NotTraceable: code inside the context reads the values of tensors.
         UserError: the model cannot be built (`build`).
     """
-    mode = QuickFakeMode()
+    mode = QuickFakeMode(select_all=True)
     is_even = isinstance(routing, AssumedRouting) and not routing.load
     count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
     without = () if gpu is None else run.config.hardware.without_kernels

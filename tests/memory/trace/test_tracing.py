@@ -130,6 +130,12 @@ def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path
 
 
 @pytest.mark.full
+def test_so_they_do_where_a_mask_chooses_groups_of_keys(tmp_path: Path) -> None:
+    """GLM-5.3's leaves out what no row has; the trace takes it that a full row has all."""
+    assert_alike(toy_run(write_toy(tmp_path, "glm5_next"), "glm5_next", MIXED))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_so_they_do_where_merged_weights_are_rounded(kind: str, tmp_path: Path) -> None:
     into, write, adapt = ROUNDED[kind]

@@ -1,5 +1,6 @@
 """The catalog's facts: every entry builds, and its parameters add up to the published number exactly."""
 
+import re
 import subprocess
 import sys
 from functools import cache
@@ -88,15 +89,17 @@ def last_layer(name: str) -> nn.Module:
 
 
 def fp8_scales(name: str, has_mtp: int) -> int:
-    """One scale per block of the matrices in FP8, of the model and of the MTP module, which is one more layer."""
-    rows, columns = get(name).config["quantization_config"]["weight_block_size"]
+    """One scale per block of the matrices in FP8, of the model and of the MTP module, which is one more layer; without
+    blocks one of the matrix, and one of its inputs."""
+    blocks = get(name).config["quantization_config"]["weight_block_size"]
     scales = 0
     for module in (build(name), *[last_layer(name)] * has_mtp):
         for path, weight in module.named_parameters():
-            if weight.ndim > 1 and not path.endswith(IN_BF16):
+            if weight.ndim > 1 and not path.endswith(IN_BF16) and not re.search("vision|projector", path):
                 *experts, height, width = weight.shape
                 # gate and up are two tensors on disk, but each is a whole number of blocks high
-                scales += ceil(height / rows) * ceil(width / columns) * (experts[0] if experts else 1)
+                each = ceil(height / blocks[0]) * ceil(width / blocks[1]) if blocks else 2
+                scales += each * (experts[0] if experts else 1)
     return scales
 
 
@@ -109,6 +112,9 @@ def mtp_elements(name: str) -> int:
     text = get(name).config.get("text_config", get(name).config)
     hidden, vocab = text["hidden_size"], text["vocab_size"]
     decoder_layer = count(last_layer(name)) + sum(saved_buffers(last_layer(name)).values())
+    if name == "glm-5.3-flash":  # the module attends as the layer before the last, and has one residual stream
+        state = build(name).get_decoder().layers[-2].state_dict()
+        decoder_layer = sum(tensor.numel() for key, tensor in state.items() if "_hc." not in key)
     return decoder_layer + 2 * hidden**2 + 3 * hidden + MTP_COPIES.get(name, 0) * vocab * hidden
 
 
