@@ -133,7 +133,7 @@ class QuickFakeMode(FakeTensorMode):
     and other arguments. torch's own cache has a slower key and leaves out operators of other libraries.
 
     Args:
-        select_all: a mask of one axis selects all of it, as GLM-5.3's of groups of keys does in rows without padding.
+        select_all: indexing by a mask of one axis selects all of it; else it is refused, as all that reads values.
     """
 
     _known: ClassVar[dict[Hashable, tuple[type, list[_Made]] | None]] = {}

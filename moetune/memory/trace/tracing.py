@@ -41,6 +41,9 @@ from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
 
+_FULL_ROWS = ("glm5_next", "glm5_next_text")
+"""Model types whose indexer leaves out groups of keys without a token; a traced row is full."""
+
 
 class NotTraceable(UserError):
     """Raised when the model's code reads the values of tensors, which fake tensors do not have."""
@@ -148,7 +151,7 @@ def faked(
         NotTraceable: code inside the context reads the values of tensors.
         UserError: the model cannot be built (`build`).
     """
-    mode = QuickFakeMode(select_all=True)
+    mode = QuickFakeMode(select_all=run.structure.model_type in _FULL_ROWS)
     is_even = isinstance(routing, AssumedRouting) and not routing.load
     count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
     without = () if gpu is None else run.config.hardware.without_kernels

@@ -195,7 +195,8 @@ def test_first_step_that_only_creates_states(case: str, tmp_path: Path) -> None:
 
 def _only_reserved_differs(config: RunConfig, quick: Trace, both_steps: Trace) -> None:
     """A trace of one step is shorter, unless its work counts and experts stay on the card until the next one."""
-    for name in ("host_peak", "rounded_peak", "managed", "workspaces", "collectives", "load"):
+    assert quick.workspaces(CARD) == both_steps.workspaces(CARD)
+    for name in ("host_peak", "rounded_peak", "managed", "collectives", "load"):
         assert getattr(quick, name) == getattr(both_steps, name), name
     for part, work in quick.work.items():  # of which two micro-steps add to gradients, not one
         assert vars(both_steps.work[part]) == pytest.approx(vars(work), rel=0.1), part
