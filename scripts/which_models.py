@@ -42,6 +42,8 @@ ALIKE = {
     "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
 }
 """Models of the same shapes as another one, whose row they share."""
+N_GRAMS = ("qwen3.8-flash-next",)
+"""Models whose embeddings of n-grams, larger than a card, go to host memory with the experts."""
 DENSE = ("llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-3-8b")
 MODELS = [name for name in model_names() if name not in (*DENSE, "tiny-mixtral", *ALIKE)]
 
@@ -56,9 +58,10 @@ def published_in(name: str) -> str:
 
 
 def config_for(name: str, way: str, *, host: bool = False) -> RunConfig:
-    """The run that a cell of the table is predicted for; `host`: with the experts in host memory."""
+    """The run that a cell of the table is predicted for; `host`: with the experts in host memory, and
+    embeddings of n-grams."""
     settings = ["model.base=mxfp4" if published_in(name) == "MXFP4" else "model.base=nf4"]
-    settings += ["model.experts_on=host"] * host
+    settings += ["model.experts_on=host"] * host + ["model.embeddings_on=host"] * (host and name in N_GRAMS)
     if way != "experts":
         return config_of(name, settings, **{"router": {"router": "all"}, "lora": {"lora": 16}}[way])[0]
     structure = resolve(config_of(name, settings, router="all")[0], "cuda").structure

@@ -167,6 +167,12 @@ def reads_weight(owner: nn.Module, linear: str, *, or_its_dtype: bool = False) -
     return _has(_kinds(owner), rf"\bself\.{linear}\.weight\b{unless}")
 
 
+def sends_back(owner: nn.Module, embedding: str) -> bool:
+    """Return whether a module's source code sends what its attribute `embedding` returns to a device, so that the
+    table may be on another: Qwen3.8's n-grams."""
+    return _has(_kinds(owner), rf"\bself\.{embedding}\(.*\)\.to\(")
+
+
 def looks_up(embedding: nn.Embedding) -> bool:
     """Return whether an embedding's forward is `nn.Embedding`'s, or its source code calls that and reads of its weight
     the dtype alone."""

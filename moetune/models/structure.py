@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
+from moetune.compat.qwen4_exp import choose_all_at_once
 from moetune.compat.transformers import set_attention
 from moetune.errors import UserError, one_line
 from moetune.models.components import Component, Landmarks
@@ -158,6 +159,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     if auto is AutoModelForImageTextToText:
         drop_towers(model)
     mark_experts(model)
+    choose_all_at_once(model)
     return model
 
 

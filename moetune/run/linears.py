@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
-from moetune.compat.transformers import looks_up, reads_weight
+from moetune.compat.transformers import looks_up, reads_weight, sends_back
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.config.schema import BASE_PARTS, Storage
 from moetune.models.selection import Selection
@@ -55,9 +55,10 @@ def tables(model: PreTrainedModel, selection: Selection) -> dict[str, str | None
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             trains, is_tied = f"{path}.weight" in selection.full, shared[id(module.weight)] > 1
-            is_read = (
-                read_directly(model, path, or_its_dtype=True) or not looks_up(module) or module.max_norm is not None
-            )
+            parent, _, name = path.rpartition(".")
+            is_anywhere = sends_back(model.get_submodule(parent), name)
+            is_read = read_directly(model, path, or_its_dtype=not is_anywhere)
+            is_read = is_read or not looks_up(module) or module.max_norm is not None
             why = {"it trains": trains, "it is tied to the LM head": is_tied, "its own code reads it": is_read}
             reasons[path] = next((reason for reason, holds in why.items() if holds), None)
     return reasons

@@ -34,14 +34,17 @@ TABLES = {
     "gemma3n_text": ["model.embed_tokens_per_layer"],
     "inkling_text": ["model.embed_tokens"],  # with a norm, which is on the device
     "gpt2": ["transformer.wpe"],
+    "qwen4_exp_text": ["model.layers.1.ple.ple_embedding.ngram_embedding"],  # the other is read where no ids are given
 }
+SETTINGS: dict[str, dict[str, Any]] = {"qwen4_exp_text": {"ple_layer_ids": [2], "eos_token_id": 1}}
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("model_type", thinned(TABLES, 9, ("inkling_text", "gpt2")))
+@pytest.mark.parametrize("model_type", thinned(TABLES, 9, ("inkling_text", "gpt2", "qwen4_exp_text")))
 def test_losses_and_gradients_are_those_of_a_table_on_the_gpu(model_type: str, tmp_path: Path) -> None:
     for number, model in enumerate(({}, HOST)):
-        adapted = build_toy(toy_config(model_type), tmp_path / str(number), {"also": ["norm"]}, model=model)
+        config = toy_config(model_type, **SETTINGS.get(model_type, {}))
+        adapted = build_toy(config, tmp_path / str(number), {"also": ["norm"]}, model=model)
         found = [path for path, module in adapted.model.named_modules() if isinstance(module, HostTable)]
         assert found == (TABLES[model_type] if model else [])
         loss, gradients = loss_and_gradients(adapted, token_ids())

@@ -136,6 +136,14 @@ def test_so_they_do_where_a_mask_chooses_groups_of_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("embeddings_on", ["gpu", "host"])
+def test_so_they_do_with_embeddings_of_n_grams(embeddings_on: str, tmp_path: Path) -> None:
+    """Qwen3.8's, and its choice of keys."""
+    folder = write_toy(tmp_path, "qwen4_exp_text", ple_layer_ids=[2], eos_token_id=1, indexer_budget=64)
+    assert_alike(toy_run(folder, "qwen4_exp_text", MIXED, model={"embeddings_on": embeddings_on}))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_so_they_do_where_merged_weights_are_rounded(kind: str, tmp_path: Path) -> None:
     into, write, adapt = ROUNDED[kind]

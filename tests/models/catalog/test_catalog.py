@@ -115,7 +115,10 @@ def mtp_elements(name: str) -> int:
     if name == "glm-5.3-flash":  # the module attends as the layer before the last, and has one residual stream
         state = build(name).get_decoder().layers[-2].state_dict()
         decoder_layer = sum(tensor.numel() for key, tensor in state.items() if "_hc." not in key)
-    return decoder_layer + 2 * hidden**2 + 3 * hidden + MTP_COPIES.get(name, 0) * vocab * hidden
+    norms = 3 * hidden
+    if name == "qwen3.8-flash-next":  # it reads the residual streams by a norm of each and a mixer, without a last norm
+        norms = (1 + text["hc_count"]) * hidden + count(build(name).get_decoder().hyper_connection_mixer)
+    return decoder_layer + 2 * hidden**2 + norms + MTP_COPIES.get(name, 0) * vocab * hidden
 
 
 @pytest.mark.parametrize("name", NAMES)
