@@ -113,16 +113,16 @@ def refuse_unrunnable(plain: PreTrainedModel) -> None:
 def _refuse_other_scores(model: PreTrainedModel) -> None:
     """Raise `UserError` if a configuration names a function of the router's scores that its class does not compute."""
     said = getattr(model.config.get_text_config(), "scoring_func", None)
-    others = {"softmax", "sigmoid"} - {said}
-    if len(others) != 1:
+    if said not in ("softmax", "sigmoid"):
         return
+    other = "sigmoid" if said == "softmax" else "softmax"
     for path in [path.rpartition(".")[0] for path, module in model.named_modules() if isinstance(module, _NoExperts)]:
         block = model.get_submodule(path)
         code = "".join(inspect.getsource(kind) for kind in {type(module) for module in (block, *block.children())})
-        if min(others) in code and not re.search(f"scoring_func|{said}", code):
+        if other in code and not re.search(f"scoring_func|{said}", code):
             raise UserError(
                 f"model type {model.config.model_type!r}: config.json says scoring_func: {said}, and transformers "
-                f"computes {min(others)} for this type, whatever it says; correct it there if the model was trained so"
+                f"computes {other} for this type, whatever it says; correct it there if the model was trained so"
             )
 
 

@@ -12,10 +12,12 @@ from moetune.adapt.build import build
 from moetune.adapt.exercise import exercise
 from moetune.adapt.guard.check import compared_as
 from moetune.adapt.guard.comparison import CallsSeen, compare_call, kind_of
+from moetune.adapt.layers.table import HostTable
 from moetune.kernels.registry import OPERATORS, Operator
 from moetune.planning.doctor import samples
 from moetune.run.resolve import resolve
 from moetune.training.step.micro_step import token_loss
+from tests.memory.models import toy_run, write_toy
 from tests.nullcuda import runs
 
 CPU = torch.device("cpu")
@@ -68,6 +70,17 @@ def test_no_kind_of_call_is_left_out(adapt: str, model: dict[str, Any], train: d
     exercise(resolve(compared_as(resolved), "cpu"), CPU, exercised.compute)
     assert in_training
     assert not sorted(map(str, in_training - exercised))
+
+
+def test_tables_on_the_host_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3.8's of n-grams has 95 GiB."""
+    monkeypatch.setattr(HostTable, "allocate", None)
+    folder = write_toy(tmp_path, "qwen4_exp_text", ple_layer_ids=[2], eos_token_id=1, indexer_budget=64)
+    run = resolve(toy_run(folder, "qwen4_exp_text", {"lora": LORA}, model={"embeddings_on": "host"}), "cpu")
+    assert run.tables_on_host
+    calls = Kinds()
+    exercise(resolve(compared_as(run), "cpu"), CPU, calls.compute)
+    assert calls
 
 
 def planted(operator: Operator, off: float) -> Operator:

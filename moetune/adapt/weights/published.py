@@ -113,8 +113,8 @@ class CheckpointReader:
             path = name.removesuffix(".weight")
             if name not in held or name not in self._names:
                 continue
-            stored = self._stored[mapping.every_key()[0]]
-            if mapping.conversion is None and path != name and self._target.put_table(path, stored):
+            stored, *others = (self._stored[key] for key in mapping.every_key())
+            if mapping.only_joins_rows and path != name and self._target.put_table(path, [stored, *others]):
                 continue
             if path not in self._target.linears or path == name:
                 self._target.put(name, self._converted(mapping))

@@ -3,7 +3,7 @@
 Checkpoints (published.py), random draws (random.py) and quantized bases (quantized_base.py) all use its methods.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -223,13 +223,19 @@ class LoadTarget:
             setattr(module, last, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
         self._note(tensor.numel())
 
-    def put_table(self, path: str, stored: Stored | Quantized) -> bool:
-        """Read an embedding that stays in host memory from a checkpoint, block by block; return whether it does."""
+    def put_table(self, path: str, parts: Sequence[Stored | Quantized]) -> bool:
+        """Read an embedding that stays in host memory from a checkpoint's tensors, whose rows follow each other, block
+        by block; return whether it does. Raises `RuntimeError` if it has another number of rows."""
         if not isinstance(module := self.model.get_submodule(path), HostTable):
             return False
         table = module.allocate(self.device, self._kept_dtypes.get(f"{path}.weight"))
-        for start, stop in stored.blocks():
-            table[start:stop] = stored.rows(start, stop)
+        if (rows := sum(part.shape[0] for part in parts)) != len(table):
+            raise RuntimeError(f"{path}.weight has {rows} rows, not {len(table)}")
+        begin = 0
+        for part in parts:
+            for start, stop in part.blocks():
+                table[begin + start : begin + stop] = part.rows(start, stop)
+            begin += part.shape[0]
         self._note(table.numel())
         return True
 

@@ -63,6 +63,12 @@ class KeyMapping:
         return all(isinstance(operation, (MergeModulelist, Concatenate)) for operation in operations)
 
     @property
+    def only_joins_rows(self) -> bool:
+        """Whether the parameter's rows are those of the checkpoint's tensors, one after the other."""
+        operations = () if self.conversion is None else self.conversion.operations
+        return len(self.keys) == 1 and all(type(x) is Concatenate and x.dim == 0 for x in operations)
+
+    @property
     def only_transposes(self) -> bool:
         """Whether the parameter is one tensor of the checkpoint, as it is or transposed."""
         operations = () if self.conversion is None else self.conversion.operations

@@ -144,12 +144,12 @@ def _refuse_contradictions(tokenizer: PreTrainedTokenizerBase, settings: dict[st
         )
 
 
-def _texts(template: Any) -> dict[str, str]:
+def _texts(template: Any) -> dict[Any, str]:
     """Return name -> text of a chat template, or of several, in a list or by name; nothing for None or ""."""
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
     named = template if isinstance(template, dict) else {"default": template}
-    return {name: text.strip() for name, text in named.items() if text}
+    return {name: text.strip() for name, text in named.items() if isinstance(text, str) and text}
 
 
 def template_in(file: Path) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moetune.adapt.build import build as build_resolved
 from moetune.adapt.layers.table import HostTable
 from moetune.compat.torch import without_host_tensors
 from moetune.errors import UserError
@@ -25,7 +26,7 @@ from tests.parallel import pipelines
 from tests.reference import build_toy, loss_and_gradients, token_ids
 from tests.resolved import build, train
 from tests.thinned import thinned
-from tests.toys import toy_config
+from tests.toys import toy_config, toy_model
 
 HOST = {"embeddings_on": "host"}
 TABLES = {
@@ -103,6 +104,22 @@ def test_a_table_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.Monk
     on_host = [block.bytes for block in tracker.log.blocks if block.on_host]
     assert on_host.count(table.nbytes) == 1
     assert sum(on_host) == table.nbytes
+
+
+def test_a_table_in_several_tensors_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers writes Qwen3.8's of n-grams; nothing of half its size is allocated beside it."""
+    monkeypatch.setattr("moetune.tensor_files._BLOCK", 2**8)
+    settings = SETTINGS["qwen4_exp_text"] | {"split_ngram_parts": 11, "ngram_vocab_size_base": 5000}
+    plain = toy_model("qwen4_exp_text", **settings)
+    plain.save_pretrained(tmp_path)
+    model = HOST | {"weights": "pretrained", "base": "fp32"}
+    run = resolve(toy_run(tmp_path, "qwen4_exp_text", {"router": "all"}, model=model), "cpu")
+    with Tracker({}) as tracker:
+        built = build_resolved(run, "cpu").model.eval()
+    table = built.get_submodule(TABLES["qwen4_exp_text"][0]).weight
+    assert [block.bytes for block in tracker.log.blocks if 2 * block.bytes >= table.nbytes] == [table.nbytes]
+    ids = token_ids()
+    assert torch.equal(built(input_ids=ids, use_cache=False).logits, plain(input_ids=ids, use_cache=False).logits)
 
 
 def test_a_prediction_has_the_table_on_the_host(tmp_path: Path) -> None:
