@@ -36,6 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.config.getoption("--all"):
         fields = {name: toy_config(name).to_dict().keys() for name in expert_model_types()}
         cases = [(extreme, name) for extreme, values in EXTREMES.items() for name in fields if fields[name] & values]
+        cases.remove(("every expert", "phimoe"))  # refused: transformers computes two experts
     metafunc.parametrize(("extreme", "model_type"), cases)
 
 
