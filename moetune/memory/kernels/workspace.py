@@ -1,6 +1,6 @@
 """Workspaces that CUDA kernels allocate and free within an operation; not cuBLAS's.
 
-memory/rank_memory.py adds cuBLAS's (`cublas_workspace` in gpus.yaml), which is allocated once for each thread. Here
+`Trace.workspaces` has cuBLAS's (`cublas_workspace` in gpus.yaml), which is allocated once for each thread. Here
 sizes are as requested from the allocator, before rounding. All workspaces of an operation are alive at once, beside its
 outputs, and freed when it returns. Each private function yields the workspaces of one operation from its arguments and
 names its source: the file and function of torch 2.11 to 2.13 that allocates.
