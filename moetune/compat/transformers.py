@@ -170,7 +170,7 @@ def reads_weight(owner: nn.Module, linear: str, *, or_its_dtype: bool = False) -
 def sends_back(owner: nn.Module, embedding: str) -> bool:
     """Return whether a module's source code sends what its attribute `embedding` returns to a device, so that the
     table may be on another: Qwen3.8's n-grams."""
-    return _has(_kinds(owner), rf"\bself\.{embedding}\(.*\)\.to\(")
+    return _has(_kinds(owner), rf"\bself\.{embedding}\(.*\)\.to\(\w+\.device\)")
 
 
 def looks_up(embedding: nn.Embedding) -> bool:
