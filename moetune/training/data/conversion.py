@@ -9,6 +9,7 @@ xLAM      {"query": .., "tools": [..], "answers": [calls]}
 LMSYS     {"conversation": [messages]}
 """
 
+from itertools import takewhile
 from typing import Any
 
 from moetune.errors import shown
@@ -132,7 +133,8 @@ def _refuse_other_uses(record: dict[str, Any]) -> None:
         raise MalformedError(f"it says by {flags[0]!r} which messages train; write weight, 0 or 1, into each message")
     if not is_text and (media := [key for key in MEDIA if record.get(key)]):
         raise MalformedError(f"it holds {media[0]}, and only text is read; leave the record out")
-    if record.get("chat_template_kwargs"):
+    kwargs = record.get("chat_template_kwargs")
+    if kwargs and not (isinstance(kwargs, dict) and all(value is None for value in kwargs.values())):
         raise MalformedError(
             "chat_template_kwargs of a single record are not applied; write arguments of the chat template in "
             "data.template, which holds for all records, and leave the key out"
@@ -230,7 +232,8 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
     """Check the messages of a chat; return them in one spelling, without null values.
 
     In this spelling `content` is text, "" beside `tool_calls` if there is none; parts of text are joined with nothing
-    between; a tool's result that is no text is its JSON. `tool_calls` are as `checked_calls` returns them, the older
+    between; parts of the assistant's thought before them are its `reasoning_content`; a tool's result that is no text
+    is its JSON. `tool_calls` are as `checked_calls` returns them, the older
     `function_call` and the role `function` included.
 
     Raises:
@@ -265,8 +268,9 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
                 "thinking of the answer that follows, and calls as tool_calls"
             )
         calls = _calls_of(message, where)
-        fields = {key: of_key for key, of_key in message.items() if key not in ("tool_calls", "function_call")}
-        fields |= _beside_text(message.get("content"), where)
+        beside = _beside_text(message.get("content"), where)
+        message = _with_thought(message, where)
+        fields = {key: of_key for key, of_key in message.items() if key not in ("tool_calls", "function_call")} | beside
         content = _content_of(message, where)
         # An empty system message is common and harmless, so only the assistant's content may not be empty.
         if not (calls and not content) and (role == "assistant" or content != ""):
@@ -281,11 +285,25 @@ def _beside_text(content: Any, where: str) -> dict[str, Any]:
     """Return what the parts of a content hold beside their text, such as `cache_control`, as keys of the message that
     no chat template reads; raise `MalformedError` for a flag of what trains, which would hold for a part."""
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    texts = [part for part in parts if part.get("type") in _TEXT_PARTS]
+    texts = [part for part in parts if part.get("type") in (*_TEXT_PARTS, "thinking")]
     held = {key: value for part in texts for key, value in part.items() if value not in (None, "", [], {})}
     if flags := [key for key in ("weight", *_TRAINS) if key in held]:
         raise MalformedError(f"a part of {where} says by {flags[0]!r} whether it trains; only a whole message can")
-    return {f"content.{key}": value for key, value in held.items() if key not in ("type", "text")}
+    return {f"content.{key}": value for key, value in held.items() if key not in ("type", "text", "thinking")}
+
+
+def _with_thought(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message with the thought in `reasoning_content` that the first parts of the assistant's content hold, of
+    Anthropic's or Mistral's type `thinking`."""
+    parts = message["content"] if isinstance(message.get("content"), list) and message["role"] == "assistant" else []
+    thoughts = [*takewhile(lambda part: isinstance(part, dict) and part.get("type") == "thinking", parts)]
+    if not thoughts:
+        return message
+    if any(message.get(key) for key in REASONING):
+        raise MalformedError(f"{where} has one thought in its content and another beside it; keep one")
+    texts = (_content_of({**message, "content": part.get("thinking")}, where) for part in thoughts)
+    thought = "".join(checked_text(text, f"thinking of {where}") for text in texts)
+    return {**message, "reasoning_content": thought, "content": parts[len(thoughts) :] or ""}
 
 
 def _calls_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:

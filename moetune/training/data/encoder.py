@@ -53,6 +53,8 @@ _ODD = {
     "no more than nan, which programs write for no value": re.compile(r"\A\s*(?:nan|NaN|<NA>)\s*\Z"),
 }
 """What is odd about a text, and the pattern by which it is found."""
+_TAG = re.compile(r"\s*(<[^<>\s]+>|\[[A-Z_]+\])")
+"""A tag at the beginning of a message, such as <tool_response> or [INST]."""
 _WINDOW = 2**18
 """Characters tokenized in one call; tokenizers take 200 bytes of memory or more per character."""
 
@@ -86,6 +88,7 @@ class Encoder:
         self._undeclared: list[str] = []  # of each chat with calls of such tools one
         self._spelled: set[str] = set()
         self._unanswered = 0
+        self._wrapped: Counter[str] = Counter()  # tags that the template writes before messages that begin with them
         self._odd: Counter[str] = Counter()
         self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         if format == "text":  # these begin and end texts that are no chats, too
@@ -138,6 +141,7 @@ class Encoder:
                 written = self._template.write(messages, tools)
                 self._unread |= {f"{key} (of messages)" for key in self._template.unread_keys(messages)}
                 parts = [self._spanned(text, spans) for text, spans in written.texts]
+                self._wrapped.update(_written_twice(texts, written.texts[-1][0]))
             else:
                 parts = [self._text(record) if self.format == "text" else self._prompt(record)]
         if self._template is not None or self.format == "text":
@@ -164,6 +168,8 @@ class Encoder:
             yield chats if self.format == "text" else f"messages spell special tokens, and become them: {spelled}"
         if self._unanswered:
             yield f"{counted(self._unanswered, 'chat')} ending with a message that nobody answers"
+        for tag, number in self._wrapped.items():
+            yield f"{counted(number, 'message')} beginning with {tag}, which the chat template writes before it again"
         for what, number in self._odd.items():
             yield f"{counted(number, 'text')} with {what}"
 
@@ -238,6 +244,13 @@ class Encoder:
         windows = (self.tokenizer(part, add_special_tokens=False, verbose=False) for part in _windows(text))
         # Arrays at once: a list takes 40 bytes a token.
         return _joined(*(np.asarray(window["input_ids"], dtype=np.int32) for window in windows))
+
+
+def _written_twice(contents: list[str], chat: str) -> Iterator[str]:
+    """Yield the tag of each content that begins with one, and has it before it in `chat`, as the template writes it."""
+    for content, tag in ((content.strip(), match[1]) for content in contents if (match := _TAG.match(content))):
+        if chat[: max(chat.find(content), 0)].rstrip().endswith(tag):
+            yield tag
 
 
 def bos_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.training.data.chats.test_tool_calls import SPELLINGS, chat, encoded, refusal, templated
+from tests.training.data.chats.test_tool_calls import RESULT, SPELLINGS, chat, encoded, refusal, templated
 from tests.training.data.test_load import ASSISTANT, CHATML, MARKED, USER, load, make_tokenizer
 
 PLAIN = {"messages": [USER, ASSISTANT]}
@@ -46,6 +46,7 @@ def parts(*texts, type="text", **further):
         {"query": "hi", "response": "yes"},
         {"question": "hi", "answer": "yes"},
         {"images": [], "chat_template_kwargs": {}, "label": 1, **PLAIN},
+        {"chat_template_kwargs": {"enable_thinking": None}, **PLAIN},  # as a table holds those of other rows
     ],
 )
 def test_other_spellings_of_a_chat_train_its_tokens(template, record):
@@ -104,6 +105,15 @@ def test_texts_that_other_programs_damaged_are_counted(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": "\\frac{1}{2} caf\\ufffd"}\n{"text": " NaN"}\n{"text": "a banana"}')
     said = "\n".join(load(tmp_path / "data.jsonl", make_tokenizer(CHATML), 64).counts.unread)
     assert re.findall(r"1 text with .*(U\+FFFD|frac|nan),?", said) == ["U+FFFD", "frac", "nan"]
+
+
+def test_messages_that_a_template_wraps_again_are_counted(tmp_path):
+    """NousResearch/hermes-function-calling-v1 has <tool_response> in its messages, which Qwen's templates write too."""
+    file = tmp_path / "data.jsonl"
+    twice = chat(result={**RESULT, "content": "<tool_response>\n3\n</tool_response>"})
+    file.write_text(f"{json.dumps(chat())}\n{json.dumps(twice)}\n")
+    (said,) = load(file, templated("qwen2_5"), 4096, packing=False).counts.unread
+    assert said.endswith("1 message beginning with <tool_response>, which the chat template writes before it again")
 
 
 def test_calls_of_tools_that_a_chat_does_not_declare_are_counted(tmp_path):

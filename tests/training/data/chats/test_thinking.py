@@ -150,6 +150,25 @@ def test_an_empty_thought_beside_an_answer_is_none(tmp_path: Path) -> None:
         assert chat(tmp_path, TEMPLATES["gptoss"], USER, {**ANSWER, key: ""})[0] == plain
 
 
+@pytest.mark.parametrize(
+    "thinking",
+    [THOUGHT["reasoning_content"], [{"type": "text", "text": "hm <b>\n"}, {"type": "text", "text": "\nhm"}]],
+    ids=["Anthropic", "Mistral"],
+)
+def test_a_thought_in_parts_of_the_content_is_one_beside_it(thinking: Any, tmp_path: Path) -> None:
+    beside, _ = chat(tmp_path, TEMPLATES["qwen3"], USER, THOUGHT)
+    parts = [{"type": "thinking", "thinking": thinking}, {"type": "text", "text": "ho ho"}]
+    assert chat(tmp_path, TEMPLATES["qwen3"], USER, {"role": "assistant", "content": parts})[0] == beside
+    refused = {
+        "holds 'thinking'": parts[::-1],
+        "content of message 2 is empty": parts[:1],
+        "thinking of message 2 is null": [{"type": "thinking"}, *parts[1:]],
+    }
+    for words, wrong in refused.items():
+        with pytest.raises(UserError, match=words):
+            chat(tmp_path, TEMPLATES["qwen3"], USER, {"role": "assistant", "content": wrong})
+
+
 @pytest.mark.parametrize("content", ["Write </think> after it.", "The tags <think>\nand\n</think>\nare two."])
 def test_tags_in_a_sentence_are_no_thought(content: str, tmp_path: Path) -> None:
     found, _ = chat(tmp_path, TEMPLATES["gptoss"], USER, {"role": "assistant", "content": content})
