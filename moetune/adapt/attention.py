@@ -29,6 +29,7 @@ from transformers.masking_utils import eager_mask
 from moetune.adapt.documents import document_lengths, is_split_by_documents, layers_with_state, split_by_documents
 from moetune.adapt.flash import within_documents
 from moetune.compat.transformers import (
+    CACHE,
     attention_name,
     fix_rotary_length,
     has_flash_interface,
@@ -99,7 +100,7 @@ def give_way_to_masks(model: PreTrainedModel) -> None:
 def _give_way(stack: Any, _: Any, given: dict[str, Any], *, by_mask: str) -> None:
     mask = given.get("attention_mask")
     is_padded = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
-    if is_padded or given.get("use_cache") or given.get("past_key_values") is not None:
+    if is_padded or given.get("use_cache") or given.get(CACHE) is not None:
         set_attention(stack.config, by_mask)
 
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):  # which transformers 5.24.0's Llama 4 reads of the text's
+    MoeCausalLMOutputWithPast.image_outputs = None
 
 FLAGS = {"has_gate": True, "is_transposed": True, "is_concatenated": True}
 """The flags of Llama 4's experts (models/moe.py) that are true."""

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 class _Indexer:
     """What the module that chooses keys inherits before its own class."""
 
-    def forward(self: Any, hidden_states: Tensor, angles: Any, attention_mask: Tensor, past_key_values: Any) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, angles: Any, attention_mask: Tensor, cache: Any) -> Tensor:
         """Return which keys each query attends to: bool [B, 1, queries, keys]. `attention_mask` is [B, 1, queries,
         keys], bool or added to scores. No gradient reaches the module's weights, here as in its own class."""
-        if past_key_values is not None or attention_mask.shape[-1] // self.compress_ratio > self.block_topk:
-            chosen: Tensor = super().forward(hidden_states, angles, attention_mask, past_key_values)  # type: ignore[misc]
+        if cache is not None or attention_mask.shape[-1] // self.compress_ratio > self.block_topk:
+            chosen: Tensor = super().forward(hidden_states, angles, attention_mask, cache)  # type: ignore[misc]
             return chosen
         return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
 

@@ -180,6 +180,8 @@ def looks_up(embedding: nn.Embedding) -> bool:
     return not kinds or (_has(kinds, r"super\(\)\.forward\(") and not _has(kinds, r"\bself\.weight\b(?!\.dtype)"))
 
 
+CACHE = "cache" if "cache" in inspect.signature(llama.LlamaModel.forward).parameters else "past_key_values"
+"""Name of the argument by which modules are given the cache of keys and values: `cache` since transformers 5.24."""
 _STATE = re.compile(r"\.(get|set|update)_(conv_state|recurrent_state|linear_cache)\(")
 """Methods of transformers' caches that read and write a state which is not that of attention."""
 
@@ -396,11 +398,12 @@ def activation_of(experts: nn.Module, *, has_gate: bool) -> Callable[[Tensor], T
 def _code_of(function: Any) -> tuple[Any, ...] | None:
     """Return the bytecode, constants and names of a function, without its docstring, to compare it with others.
 
-    None for what is no function.
+    None for what is no function. Of a decorated function it is that of the function within: transformers' decorators
+    rename arguments, count or record, and all functions that one of them wraps would be the same.
     """
     if not isinstance(function, FunctionType):
         return None
-    code = function.__code__
+    code = inspect.unwrap(function).__code__
     return code.co_code, tuple(value for value in code.co_consts if value != function.__doc__), code.co_names
 
 
@@ -426,7 +429,7 @@ def calls_rotary(attention: nn.Module) -> bool:
     Each model file in transformers has its own functions, which its modules find among the globals of the file. Code is
     compared, so the result is False for a function that, for example, rotates other pairs.
     """
-    forward: Any = type(attention).forward
+    forward: Any = inspect.unwrap(type(attention).forward)
     if not isinstance(forward, FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return False
     return all(_code_of(forward.__globals__.get(name)) == code for name, code in _ROTARY.items())
@@ -440,7 +443,7 @@ def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args:
     """
     copied = rotate.__dict__.get("copied")
     if copied is None or copied.__globals__["apply_rotary_pos_emb"].func is not rotate:  # `rotate` may be a copy itself
-        forward: Any = type(attention).forward
+        forward: Any = inspect.unwrap(type(attention).forward)
         replaced = {"apply_rotary_pos_emb": functools.partial(rotate, forward.__globals__["apply_rotary_pos_emb"])}
         copied = FunctionType(
             forward.__code__,

@@ -66,10 +66,10 @@ def test_models_with_sinks_need_attention_that_knows_of_them() -> None:
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_linear", "laguna", "minimax_m2"])
 def test_correction_biases_stay_in_float32(model_type: str) -> None:
-    """Of DeepSeek-V3 by transformers, of the others by us."""
+    """Of DeepSeek-V3 by transformers, of the others by us; transformers 5.24 keeps some routers' weights too."""
     model = toy_model(model_type)
     kept = dtypes_kept(model, torch.bfloat16)
-    assert {name.rpartition(".")[2] for name in kept} == {"e_score_correction_bias"}
+    assert "e_score_correction_bias" in {name.rpartition(".")[2] for name in kept}
     assert set(kept.values()) == {torch.float32}
     assert not dtypes_kept(model, torch.float32)
 

@@ -161,9 +161,10 @@ def test_unbuildable_configuration_is_a_user_error() -> None:
 
 
 def test_settings_that_the_type_lacks_and_that_change_what_it_computes_are_refused() -> None:
-    assert structure_of("bailing_hybrid", q_lora_rank=None, expert_swiglu_limit_list=[0] * 4).moe_layers
+    assert structure_of("qwen3_moe", q_lora_rank=None).moe_layers
+    assert structure_of("bailing_hybrid", expert_swiglu_limit_list=[0] * 4).moe_layers
     assert structure_of("deepseek_v3", q_lora_rank=16).moe_layers
     with pytest.raises(UserError, match=r"expert_swiglu_limit_list \[0, 0, 0, 4\], and transformers does not limit"):
         structure_of("bailing_hybrid", expert_swiglu_limit_list=[0, 0, 0, 4])
-    with pytest.raises(UserError, match=r"'bailing_hybrid': .* q_lora_rank 24, and transformers builds"):
-        structure_of("bailing_hybrid", q_lora_rank=24)
+    with pytest.raises(UserError, match=r"'qwen3_moe': .* q_lora_rank 24, and transformers builds"):
+        structure_of("qwen3_moe", q_lora_rank=24)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from moetune.compat.transformers import CACHE
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
 
@@ -49,7 +50,7 @@ def generate_ends(
         filling.remove()
         return
     kept = DynamicCache(config=model.config) if cache == "grows" else None
-    more = {} if kept is None else {"past_key_values": kept}
+    more = {} if kept is None else {CACHE: kept}
     _generate(generate, ids, first, **more, max_new_tokens=most)
     if (last := min(_LAST, most - first)) > 0:
         if kept is not None:
@@ -82,7 +83,7 @@ class _Filling:
         self.length = length
 
     def __call__(self, _: Any, __: Any, given: dict[str, Any]) -> None:
-        for layer in given["past_key_values"].layers:
+        for layer in given[CACHE].layers:
             state: Any = layer
             if getattr(state, "cumulative_length_int", 0) and state.max_cache_len < self.length - 1:
                 state.cumulative_length_int = max(state.cumulative_length_int, state.max_cache_len)
