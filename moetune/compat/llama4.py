@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):  # which transformers 5.24.0's Llama 4 reads of the text's
-    MoeCausalLMOutputWithPast.image_outputs = None
+    MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]
 
 FLAGS = {"has_gate": True, "is_transposed": True, "is_concatenated": True}
 """The flags of Llama 4's experts (models/moe.py) that are true."""

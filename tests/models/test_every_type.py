@@ -81,9 +81,13 @@ def test_what_cannot_be_handled_is_refused_by_name(model_type: str, tmp_path: Pa
     reason = REFUSED[model_type]
     config = {"model_type": model_type} if reason != UNMARKED else toy_config(model_type).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    with pytest.raises(UserError, match=reason) as caught:
+
+    def read() -> None:
         read_structure(model := meta_model(find_model_source(str(tmp_path)).config))
         refuse_unrunnable(model)
+
+    with pytest.raises(UserError, match=reason) as caught:
+        read()
     if reason != "is not valid":
         assert model_type in str(caught.value)
 
