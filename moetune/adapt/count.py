@@ -6,7 +6,7 @@ from typing import Any
 from moetune.adapt.build import Adapted, build
 from moetune.config.schema import ModelConfig
 from moetune.errors import raise_problems
-from moetune.models.dry_run import refuse_unrunnable
+from moetune.models.dry_run import dry_run
 from moetune.models.parameter_count import ParameterCount, count_parameters
 from moetune.models.source import find_model_source
 from moetune.models.structure import meta_model, read_structure
@@ -48,7 +48,7 @@ def count(of: AnyRun) -> Count:
     raise_problems(validation.unreadable_source(source.quantization, ModelConfig.named(of)))
     model = meta_model(source.config)
     structure = read_structure(model)
-    refuse_unrunnable(model)
+    dry_run(model)
     return Count(of, count_parameters(structure))
 
 

@@ -1,4 +1,4 @@
-"""`refuse_unrunnable`: a forward pass without values finds settings of config.json that do not fit.
+"""`dry_run`: a forward pass without values finds settings of config.json that do not fit.
 
 What a configuration divides by, splits at and chooses among shows only when the model runs. Here a copy of it, with one
 of identical layers and without experts, runs on fake tensors, in some hundredths of a second. All problems of shapes
@@ -9,6 +9,7 @@ import copy
 import inspect
 import re
 import traceback
+from collections import Counter
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class _Counted(list[Any]):
 
 
 def count_lists(config: PretrainedConfig) -> None:
-    """Replace the lists of a configuration by ones from which `refuse_unrunnable` tells those that have an entry for
+    """Replace the lists of a configuration by ones from which `dry_run` tells those that have an entry for
     each layer."""
     settings = vars(config.get_text_config())
     for name, value in settings.items():
@@ -72,11 +73,16 @@ class _NoExperts(nn.Module):
         return hidden_states
 
 
-def refuse_unrunnable(plain: PreTrainedModel) -> None:
-    """Raise `UserError` if a model on the meta device cannot run, because settings of its configuration do not fit.
+def dry_run(plain: PreTrainedModel) -> bool:
+    """Run a model on the meta device; return whether a decoder layer runs more than once in a forward pass, as those of
+    looped models do.
 
-    The message has the error, and the settings that the code of the failing module reads; or a list with an entry for
-    each layer that has more of them. Nothing is found out of a model whose code reads the values of tensors.
+    Nothing is found out of a model whose code reads the values of tensors.
+
+    Raises:
+        UserError: the model cannot run, because settings of its configuration do not fit. The message has the error,
+            and the settings that the code of the failing module reads; or a list with an entry for each layer that has
+            more of them.
     """
     what = f"model type {plain.config.model_type!r}"
     for name, parameter in plain.named_parameters():
@@ -90,6 +96,9 @@ def refuse_unrunnable(plain: PreTrainedModel) -> None:
         )
     model = shortened(plain).eval()
     _refuse_other_scores(model)
+    calls = Counter[nn.Module]()
+    for layer in every_layer(model).values():
+        layer.register_forward_pre_hook(lambda module, _: calls.update([module]))
     try:
         with QuickFakeMode(), without_fake_reports():
             _fill(model)
@@ -108,6 +117,7 @@ def refuse_unrunnable(plain: PreTrainedModel) -> None:
         of_layers = layers > 1 and isinstance(value, _Counted) and getattr(value, "asked", ()) == {*range(layers)}
         if of_layers and len(value) not in (layers, layers + further):
             raise UserError(f"{what}: {name} in config.json has {len(value)} entries, for {layers} layers; correct it")
+    return max(calls.values(), default=0) > 1
 
 
 def _refuse_other_scores(model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from moetune.config.schema import ModelConfig, RunConfig
 from moetune.errors import UserError, raise_problems
 from moetune.files import expanded
 from moetune.formats.source_quantization import remove_settings
-from moetune.models.dry_run import refuse_unrunnable
+from moetune.models.dry_run import dry_run
 from moetune.models.routers import ScoreFunction, correction_bias, score_functions
 from moetune.models.selection import NOTHING, select
 from moetune.models.source import ModelSource, find_model_source
@@ -146,19 +146,17 @@ def _resolve_model(
         attention = "eager" if any(validation.unsupported_attention(plain, "sdpa")) else "sdpa"
     config = resolved(ResolvedModelConfig, source.quantization.settle(written), dtype=dtype, attention=attention)
     structure = read_structure(plain) if like is None else like.structure
-    model = ResolvedModel(config, source, settings, plain, structure)
+    is_looped = dry_run(plain) if like is None else like.is_looped
+    model = ResolvedModel(config, source, settings, plain, structure, is_looped)
     if paths := model.published_paths:
         experts = {layer.index: paths[layer.experts] for layer in structure.moe_layers}
         model = replace(model, config=source.quantization.experts_as_published(config, experts))
-    problems = [
+    return model, [
         *validation.unreadable_source(source.quantization, written),
         *validation.unsupported_attention(plain, attention),
         *validation.mismatched_dtypes(model.config),
         *validation.unmatched_base(model.config, structure),
     ]
-    if like is None:
-        refuse_unrunnable(plain)
-    return model, problems
 
 
 def _plain_of(source: ModelSource, dtype: str) -> tuple[PretrainedConfig, PreTrainedModel]:

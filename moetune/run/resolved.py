@@ -52,6 +52,7 @@ class ResolvedModel:
         settings: transformers' configuration, with the run's attention and dtype. Must not be modified.
         plain: the model on the meta device as transformers builds it, before any adaptation. Must not be modified.
         structure: parameters, linear layers and expert layers of `plain`.
+        is_looped: whether decoder layers run more than once in a forward pass.
     """
 
     config: ResolvedModelConfig
@@ -59,6 +60,7 @@ class ResolvedModel:
     settings: PretrainedConfig = field(repr=False)
     plain: PreTrainedModel = field(repr=False)
     structure: ModelStructure = field(repr=False)
+    is_looped: bool
 
     @property
     def dtype(self) -> torch.dtype:

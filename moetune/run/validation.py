@@ -126,6 +126,8 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
     support."""
     selection, train, plain = run.selection, run.config.train, run.model.plain
     model_type, layers = run.structure.model_type, len(run.structure.moe_layers)
+    if run.model.is_looped and layers:
+        yield f"layers of {model_type!r} run several times in a forward pass: its experts can be counted, not trained"
     inert = [path for path in selection.lora_linears if read_directly(plain, path)]
     if inert:
         yield (
@@ -371,6 +373,7 @@ def _not_one_after_the_other(run: ResolvedRun) -> Iterator[str]:
     something trains outside of the layers that runs before them and is not the embedding."""
     structure, selection = run.structure, run.selection
     reason, after = flow_of(run.model.plain)
+    reason = "its layers run several times in a forward pass" if run.model.is_looped else reason
     if reason:
         yield f"parallel.pp: {structure.model_type!r} cannot be divided into stages: {reason}; set parallel.pp: 1"
         return

@@ -9,7 +9,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moetune.errors import UserError
-from moetune.models.dry_run import refuse_unrunnable
+from moetune.models.dry_run import dry_run
 from moetune.models.moe import is_experts
 from moetune.models.parameter_count import count_parameters
 from moetune.models.source import find_model_source
@@ -84,7 +84,7 @@ def test_what_cannot_be_handled_is_refused_by_name(model_type: str, tmp_path: Pa
 
     def read() -> None:
         read_structure(model := meta_model(find_model_source(str(tmp_path)).config))
-        refuse_unrunnable(model)
+        dry_run(model)
 
     with pytest.raises(UserError, match=reason) as caught:
         read()

@@ -1,6 +1,7 @@
 """Refusals of a run file, all at once and before a weight is read."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ def test_what_is_refused(case: str, small_model: Path) -> None:
     sections, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
         resolve(config_of(small_model, **sections), "cuda")
+
+
+def test_layers_that_run_several_times(small_model: Path) -> None:
+    """An expert's update in the backward pass of one call would come before that of another."""
+    run = resolve(config_of(small_model, parallel={"pp": 2}, train={"accumulate": 2}), "cuda")
+    assert not any("several times" in problem for problem in validation.problems_of(run))
+    looped = replace(run, model=replace(run.model, is_looped=True))
+    found = [problem for problem in validation.problems_of(looped) if "several times" in problem]
+    assert ["can be counted, not trained" in found[0], "set parallel.pp: 1" in found[1]] == [True, True]
 
 
 def test_routers_without_a_gradient(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from moetune.compat.bitsandbytes import Linear4bit
 from moetune.compat.fake_mode import QuickFakeMode, add_missing_fakes
 from moetune.compat.torch import HostModule
 from moetune.compat.transformers import fix_rotary_length, without_packages
-from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.context import CountReceived, CountRows, received_as_sent
 from moetune.experts.host import mark_on_host
@@ -157,8 +156,8 @@ def faked(
     without = () if gpu is None else run.config.hardware.without_kernels
     with using_kernels(but=without), fake_ranks(run.config.parallel, rank) as ranks:
         short = None
-        if shortened and (run.config.parallel.pp > 1 or (is_even and can_be_shortened(run.config))):
-            short = shorten(run, ranks, whole=not (is_even and can_be_shortened(run.config)))
+        if shortened and (run.config.parallel.pp > 1 or (is_even and can_be_shortened(run))):
+            short = shorten(run, ranks, whole=not (is_even and can_be_shortened(run)))
         adapted = _build_fake(run if short is None else short.run, mode, ranks, None if gpu is None else gpu.capability)
         with (
             refusing_values(run.config.model.path, run.structure.model_type),
@@ -212,10 +211,12 @@ def refusing_values(model: str, model_type: str) -> Iterator[None]:
         ) from None
 
 
-def can_be_shortened(config: RunConfig) -> bool:
+def can_be_shortened(run: ResolvedRun) -> bool:
     """Return whether a few decoder layers may stand for the others in a trace of this run.
 
-    They may not where a tensor grows with the number of layers: DeepSpeed concatenates all trained weights in one flat
-    tensor, and router losses are computed from the router logits of all layers.
+    They may not where layers run several times, or a tensor grows with their number: DeepSpeed concatenates all trained
+    weights in one flat tensor, and router losses are computed from the router logits of all layers.
     """
-    return not (config.parallel.engine == "deepspeed" or config.train.router_aux_loss or config.train.router_z_loss)
+    config = run.config
+    grows = config.parallel.engine == "deepspeed" or config.train.router_aux_loss or config.train.router_z_loss
+    return not (run.model.is_looped or grows)

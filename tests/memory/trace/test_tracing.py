@@ -129,6 +129,15 @@ def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path
     assert_alike(config)
 
 
+def test_so_they_do_where_layers_run_several_times(tmp_path: Path) -> None:
+    """HRM's, of which none stands for others: the trace ended in an AssertionError, or missed what the passes keep."""
+    folder = write_toy(tmp_path, "hrm_text", num_hidden_layers=3)
+    config = toy_run(folder, "hrm_text", DENSE["everything"], train={"checkpointing": "full"})
+    measured = measure(config, "cpu", steps=2)
+    assert measured.trace is not None
+    assert trace(config).parts() == measured.trace.parts()
+
+
 @pytest.mark.full
 def test_so_they_do_where_a_mask_chooses_groups_of_keys(tmp_path: Path) -> None:
     """GLM-5.3's leaves out what no row has; the trace takes it that a full row has all."""
