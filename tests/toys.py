@@ -94,6 +94,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layers_block_type": ["linear_attention", "full_attention"] * 2},
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCAB},
+    "inkling2_text": {"unpadded_vocab_size": VOCAB},
     "kimi_linear": {"linear_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
