@@ -65,6 +65,9 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
     else:
         _refuse_vocabulary(f"the tokenizer in {folder!r}", code, find)
         tokenizer = _made(folder, on_disk, find)
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        if getattr(tokenizer, name) == "":  # which is no token: transformers would look for its id without end
+            setattr(tokenizer, name, None)
     if tokenizer.is_fast:
         _refuse_growth(tokenizer.backend_tokenizer)  # before any text is tokenized
     if whole is not None:
@@ -131,7 +134,7 @@ def _refuse_contradictions(tokenizer: PreTrainedTokenizerBase, settings: dict[st
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = settings.get(name)
         token = value.get("content") if isinstance(value, dict) else value
-        if isinstance(token, str) and token != (read := getattr(tokenizer, name)):
+        if isinstance(token, str) and token and token != (read := getattr(tokenizer, name)):
             raise UserError(
                 f"the {name} in {folder!r} is {token!r} by tokenizer_config.json and {read!r} by "
                 "special_tokens_map.json, which transformers 5 reads and no longer writes: remove that file, or "
