@@ -183,6 +183,14 @@ def _made(folder: str, on_disk: bool, find: Callable[[str], Path | None]) -> Pre
     names = tokenizer.vocab_files_names.values()
     if names and not any(map(find, names)):  # transformers makes one without tokens
         raise nothing
+    for file in filter(None, map(find, _VOCABULARIES)):
+        model = importlib.import_module("sentencepiece").SentencePieceProcessor(model_file=str(file))
+        # transformers 5.23.0 merges by id, not by score, and may drop the space before the first word
+        if tokenizer(_PROBE, add_special_tokens=False)["input_ids"] != model.encode(_PROBE):
+            raise UserError(
+                f"what transformers makes of {file.name} in {folder!r} gives other tokens than the model itself, for "
+                f"runs of spaces above all: {_REMEDY}, or that transformers 4.57.6 writes with save_pretrained"
+            )
     return tokenizer
 
 

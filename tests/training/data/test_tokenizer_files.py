@@ -3,13 +3,17 @@
 import base64
 import json
 import re
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from moetune.errors import UserError
 from moetune.models.catalog import find_model
@@ -69,6 +73,34 @@ def test_a_sentencepiece_model_needs_its_package(tmp_path: Path, monkeypatch: py
     folder = write(tmp_path, files={"tokenizer.model": SENTENCEPIECE}, tokenizer_class="LlamaTokenizer")
     with pytest.raises(UserError, match=r"tokenizer\.model, .*pip install sentencepiece"):
         tokenizer_of("model", folder)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_sentencepiece_model_gives_its_own_tokens_or_is_refused(
+    is_same: bool, own: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.23.0 merges by id: findings/transformers_sentencepiece_spaces.sh."""
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(own.decode()))
+    made.vocab_files_names = {"vocab_file": "tokenizer.model"}
+
+    class Model:
+        def __init__(self, model_file: str) -> None:
+            assert Path(model_file).read_bytes() == SENTENCEPIECE
+
+        def encode(self, text: str) -> list[int]:
+            return list(made(text, add_special_tokens=False)["input_ids"]) if is_same else [0]
+
+    package = ModuleType("sentencepiece")
+    package.__spec__ = ModuleSpec("sentencepiece", None)
+    vars(package)["SentencePieceProcessor"] = Model
+    monkeypatch.setitem(sys.modules, "sentencepiece", package)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: made)
+    folder = write(tmp_path, files={"tokenizer.model": SENTENCEPIECE}, tokenizer_class="LlamaTokenizer")
+    if is_same:
+        assert tokenizer_of("model", folder) is made
+    else:
+        with pytest.raises(UserError, match=r"tokenizer\.model .* other tokens .*put a tokenizer\.json"):
+            tokenizer_of("model", folder)
 
 
 @pytest.mark.parametrize("settings", [{}, {"tokenizer_class": "GPT2Tokenizer"}, {"tokenizer_class": "LlamaTokenizer"}])
