@@ -223,7 +223,9 @@ def test_odd_settings_are_read_or_refused(own: bytes, key: str, value: Any, tmp_
 def test_a_special_token_without_a_text_is_none(own: bytes, tmp_path: Path) -> None:
     """transformers looks for the id of such an unk_token until it ends in a RecursionError."""
     tokenizer = tokenizer_of("model", write(tmp_path, files={"tokenizer.json": own}, unk_token="", pad_token=""))
-    assert (tokenizer.unk_token_id, tokenizer.pad_token, tokenizer.convert_tokens_to_ids("no such token")) == (None,) * 3
+    assert (tokenizer.unk_token_id, tokenizer.pad_token, tokenizer.convert_tokens_to_ids("no such token")) == (
+        None,
+    ) * 3
 
 
 def test_commands_refuse_it(tmp_path: Path, small_data: Path, moetune: Callable[..., Any]) -> None:
