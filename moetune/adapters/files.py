@@ -60,7 +60,7 @@ _OTHER_FILES = {
     ),
 }
 """Name of a file of weights that stands in place of PEFT's -> what it is, and what to do."""
-_say = cache(note)
+say = cache(note)
 _OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
 
 Tensors = Mapping[str, Tensor]
@@ -175,7 +175,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
                 "it would be ignored; merge the adapter with the program that wrote it"
             )
         if setting not in (None, False, "", [], {}) and key not in (*_SETTINGS, "lora_B_layout"):
-            _say(f"{where}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting of PEFT, and not read")
+            say(f"{where}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting of PEFT, and not read")
     header = read_header(folder / WEIGHTS_FILE)
     _refuse_unread(folder, header)
     refuse_not_finite(header)
@@ -185,10 +185,10 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
         raise UserError(f"{where}: {WEIGHTS_FILE} holds no tensor")
     weights = {file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth")}
     if unread := sorted(name for name in weights if not name.startswith(_STATES)):
-        _say(f"{where}: {' and '.join(first_of(unread))} beside {WEIGHTS_FILE} is not read, nor what it trained")
+        say(f"{where}: {' and '.join(first_of(unread))} beside {WEIGHTS_FILE} is not read, nor what it trained")
     halves = [any(tensors[name].any() for name in tensors if f".lora_{half}" in name) for half in "AB"]
     if not all(halves) and all(".lora_" in name for name in tensors):
-        _say(f"{where}: one of the factors A and B is zero everywhere, so it changes nothing: was it trained?")
+        say(f"{where}: one of the factors A and B is zero everywhere, so it changes nothing: was it trained?")
     rows = [tensor.shape[-2] for name, tensor in tensors.items() if ".lora_A" in name and tensor.ndim > 1]
     try:
         scales = Scales.model_validate(settings)
