@@ -133,7 +133,9 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
         elif program == "llama.cpp":  # it takes lora_alpha / rank of each pair of factors
             wrong = [name for name, factors in adapter.named().items() if factors.scale * factors.rank != alpha]
             misfit = f"it ignores use_rslora and alpha_pattern, and would scale {wrong[0]} wrongly" if wrong else None
-    if misfit is None and refused and program not in SERVERS:
+    if misfit is None and stored.renamed and (program in SERVERS or ".default." not in stored.renamed):
+        misfit = f"it looks for other names than {stored.renamed}"
+    elif misfit is None and refused and program not in SERVERS:
         misfit = f"its target_modules name {refused[0]}, as vLLM's do, and PEFT refuses that"
     elif misfit is None and ignored:
         misfit = f"it ignores the factors of {ignored[0]}, which its settings leave out"

@@ -61,7 +61,12 @@ _OTHER_FILES = {
 }
 """Name of a file of weights that stands in place of PEFT's -> what it is, and what to do."""
 say = cache(note)
-_OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
+_OTHER_NAME = re.compile(
+    r"(?:(?<=\.lora_[AB])|(?<=\.modules_to_save))\.default(?=\.)|(?<=\.lora_[AB])\.[\w-]+(?=\.weight$)"
+)
+"""The name of an adapter among several."""
+_WRAPPER = re.compile(r"^module\.|(?:^|(?<=\.))(?:base_model\.model|_orig_mod|_\w+_wrapped_module)\.")
+"""What wrappers of a model put into names: PEFT, and, where a program saves them so, DDP, torch.compile and FSDP."""
 
 Tensors = Mapping[str, Tensor]
 T = TypeVar("T")
@@ -132,9 +137,10 @@ class StoredAdapter:
 
     Attributes:
         settings: the content of `adapter_config.json`.
-        tensors: the tensors, by their names without PEFT's prefix.
+        tensors: the tensors, by their names without what wrappers of the model, PEFT's too, put into them.
         scales: the settings that decide the scale.
         record: what moetune recorded when it wrote the file; empty if another program wrote it.
+        renamed: a factor's name in the file that has more in it than PEFT's prefix; None if there is none.
     """
 
     folder: Path
@@ -142,6 +148,7 @@ class StoredAdapter:
     tensors: Tensors
     scales: Scales
     record: AdapterRecord
+    renamed: str | None = None
 
     def __str__(self) -> str:
         return f"adapter {str(self.folder)!r}"
@@ -247,12 +254,14 @@ def open_adapter(folder: Path) -> StoredAdapter:
     if not_plain := beyond_plain(settings):
         raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(not_plain)}; merge it with PEFT")
     # beside a module that it saves whole, PEFT may store the one that it replaces, and the saved one by a second name
-    named: dict[str, Tensor] = {}
+    named, renamed = dict[str, Tensor](), None
     for name in (name for name in tensors if ".original_module." not in name):
-        plain = _OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)).replace(".modules_to_save.", ".")
+        plain = _OTHER_NAME.sub("", _WRAPPER.sub("", name)).replace(".modules_to_save.", ".")
+        if ".lora_" in name and plain != name.removeprefix(PREFIX):
+            renamed = name
         if not named.setdefault(plain, tensors[name]).equal(tensors[name]):
             raise UserError(f"adapter {str(folder)!r} holds {plain} twice, with two values: keep {name} or the other")
-    return StoredAdapter(folder, settings, named, scales, _record(folder))
+    return StoredAdapter(folder, settings, named, scales, _record(folder), renamed)
 
 
 def _record(folder: Path) -> AdapterRecord:

@@ -158,7 +158,11 @@ class _Reader:
 
     def _lost(self, adapter: Adapter) -> Iterator[str]:
         """Yield a line for what the settings name and the base has, and of which the file lacks factors."""
-        settings, with_factors, linears = self.stored.settings, adapter.named().keys(), self.base.structure.linears()
+        settings, with_factors, linears = (
+            self.stored.settings,
+            adapter.named().keys(),
+            self.base.structure.lora_layers(),
+        )
         named = defaultdict[tuple[str, str], set[str]](set)  # setting, and a name in it -> all that it means
         # each expert's projection may have the name of a dense layer's, and be all that the target meant
         of_experts = {unwrapped(name.partition(".lora_")[0]) for name in self.stored.tensors} - linears.keys()

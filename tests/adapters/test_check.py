@@ -17,7 +17,7 @@ from moetune.adapters.read import LAYOUTS, read
 from moetune.adapters.stacked import ORDERS, Order
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
-from tests.adapters.made import RANK, SCALE, base_of_toy, make_adapter, write
+from tests.adapters.made import RANK, SCALE, base_of_toy, make_adapter, same, write
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
@@ -79,6 +79,28 @@ def test_factors_that_peft_ignores_because_of_the_settings(
     assert said is not None
     assert "it ignores the factors of model.layers.0." in said
     assert "its settings leave out model.layers.0." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "by_peft"),
+    [
+        ("model.layers", "_orig_mod.model.layers", False), ("self_attn", "_fsdp_wrapped_module.self_attn", False),
+        ("model.layers", "base_model.model.model.layers", False), (".lora_B.", ".lora_B.policy.", False),
+        (".lora_B.", ".lora_B.default.", True),
+    ],
+)  # fmt: skip
+def test_names_with_parts_of_wrappers_are_read_and_to_be_converted(
+    old: str, new: str, by_peft: bool, tmp_path: Path
+) -> None:
+    base = base_of_toy("gpt_oss")
+    stored = write(tmp_path, make_adapter(base), base, "peft", rename(old, new))
+    report = check(stored, base)
+    assert report.problems == []
+    assert {name for name, said in report.programs.items() if said is None} == (
+        {"peft", "unsloth"} if by_peft else set()
+    )
+    assert new in str(report.programs["vllm"])
+    assert same(read(stored, base).adapter, make_adapter(base))
 
 
 def test_settings_of_vllm_are_not_for_peft(tmp_path: Path) -> None:
@@ -181,6 +203,7 @@ IGNORED: dict[str, tuple[str, Change, str]] = {
     "a chosen layer without factors": (
         "peft", both(drop("layers.1.self_attn.q"), say(target_modules=["q_proj"], layers_to_transform=[1])), "q_.*it",
     ),
+    "a router without factors": ("peft", say(target_modules=["o_proj", "gate"]), "gate: is in target_modules"),
     "experts without factors": (
         "per-expert", both(drop("w2"), say(target_parameters=["mlp.experts.down_proj"])), "down_proj: is in target_p",
     ),

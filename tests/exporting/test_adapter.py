@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -232,6 +233,11 @@ def test_stock_peft_is_not_given_another_order_of_the_experts(tmp_path: Path) ->
     convert_adapter(str(base), tmp_path / "stock", "unsloth-grouped", tmp_path / "grouped")
     with pytest.raises(UserError, match="--to peft"):
         open_model(str(tmp_path / "grouped"), device="cpu", dtype="fp32")
+    tensors = load_file(tmp_path / "stock/adapter_model.safetensors")
+    shutil.copytree(tmp_path / "stock", tmp_path / "compiled")
+    save_file({f"_orig_mod.{name}": x for name, x in tensors.items()}, tmp_path / "compiled/adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"other names than PEFT looks for, as _orig_mod\..* --to peft"):
+        open_model(str(tmp_path / "compiled"), device="cpu", dtype="fp32")
     convert_adapter(str(base), tmp_path / "grouped", "peft", tmp_path / "back")
     opened = open_model(str(tmp_path / "back"), device="cpu", dtype="fp32")
     torch.testing.assert_close(logits(opened.model), logits(open_model(str(tmp_path / "stock"), device="cpu").model))
