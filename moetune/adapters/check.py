@@ -8,7 +8,7 @@ from torch import Tensor
 from moetune.adapters.base import AdapterBase
 from moetune.adapters.factors import Adapter
 from moetune.adapters.files import StoredAdapter
-from moetune.adapters.read import Read, left_out, read, unwrapped
+from moetune.adapters.read import Read, left_out, read, unwrapped, without_idle_towers
 from moetune.adapters.write import PROGRAMS, SERVERS, laid_out, unread_in_vllm
 from moetune.compat.peft import targets_module
 from moetune.errors import UserError, one_line
@@ -74,6 +74,7 @@ def check(
     Raises:
         UserError: names and shapes allow two layouts, or none; or `layout` is not one of those that they allow.
     """
+    stored = without_idle_towers(stored, base)
     parsed = read(stored, base, layout)
     problems = parsed.problems
     programs = {name: _as_it_is(parsed, stored, base, name) for name in PROGRAMS}

@@ -14,7 +14,7 @@ the number of `.base_layer` in their names.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,11 +26,13 @@ from moetune.adapters.files import StoredAdapter, say
 from moetune.adapters.sketch import differing
 from moetune.adapters.stacked import ORDERS, Order, named_order
 from moetune.compat.peft import is_targeted, targets_module
-from moetune.errors import UserError, first_of
+from moetune.errors import UserError, counted, first_of
 from moetune.models.moe import MoeLayer
 
 LAYOUTS = (*ORDERS, "per-expert", "3d")
 """Names of the layouts, which are the values of `--from`."""
+
+_OF_TOWER = "is of a part that text never reaches, which is not read: merge with PEFT (merge_and_unload)"
 
 Pair = tuple[str, Tensor, Tensor]
 """A stored name, and the two factors of a module."""
@@ -76,12 +78,33 @@ def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) ->
     Raises:
         UserError: names and shapes allow two layouts, or none; or `layout` is not one of those that they allow.
     """
-    parsed = _Reader(stored, base, layout).read()
+    parsed = _Reader(without_idle_towers(stored, base), base, layout).read()
     with suppress(ValueError):  # settings that PEFT refuses
         if ignored := left_out(stored, parsed):
             parts = " ".join(first_of(ignored, 1))
             say(f"warning: {stored}: its settings leave out {parts}; PEFT ignores such factors, and moetune reads them")
     return parsed
+
+
+def without_idle_towers(stored: StoredAdapter, base: AdapterBase) -> StoredAdapter:
+    """Return an adapter without the factors of modules that text never reaches, such as a vision tower, if their update
+    is zero: training on text leaves them so. Print a note of it."""
+    idle = {
+        name.partition(".lora_")[0]
+        for name, tensor in stored.tensors.items()
+        if ".lora_B" in name and _in_tower(name, base) and not tensor.any()
+    }
+    if not idle:
+        return stored
+    what = f"factors of {counted(len(idle), 'module')}, as {min(idle)}"
+    say(f"{stored}: {what}, are zero and not read: text never reaches them")
+    kept = {name: tensor for name, tensor in stored.tensors.items() if name.partition(".lora_")[0] not in idle}
+    return replace(stored, tensors=kept)
+
+
+def _in_tower(name: str, base: AdapterBase) -> bool:
+    paths = base.structure.dropped
+    return any(f"{name}.".startswith((f"{path}.", f"{path.removeprefix('model.')}.")) for path in paths)
 
 
 def left_out(stored: StoredAdapter, parsed: Read) -> list[str]:
@@ -204,7 +227,8 @@ class _Reader:
         for name, tensor in whole.items():
             plain = unwrapped(name)
             if plain not in parameters:
-                unread.append(f"{name}: belongs to no parameter of {base.name!r}")
+                what = f"belongs to no parameter of {base.name!r}"
+                unread.append(f"{name}: {_OF_TOWER if _in_tower(name, base) else what}")
             elif (shape := parameters[plain].shape) != tensor.shape:
                 resized = len(shape) == 2 and shape[1:] == tensor.shape[1:]
                 unread.append(
@@ -252,7 +276,8 @@ class _Reader:
                     f"{info.out_features}"
                 )
         else:
-            unread.append(f"{module}: has factors; {'is there twice' if path else f'{base.name!r} has no such layer'}")
+            what = f"has factors; {'is there twice' if path else f'{base.name!r} has no such layer'}"
+            unread.append(f"{module}: {_OF_TOWER if _in_tower(module, base) else what}")
 
     def _factors(self, target: str, A: Tensor, B: Tensor) -> Factors:
         """Return factors with the scale that the settings give `target`, in a file of moetune's own without the ranks
