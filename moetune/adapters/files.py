@@ -52,6 +52,8 @@ _OTHER_FILES = {
     f"{WEIGHTS_FILE} with load_file and save_file of safetensors.torch",
     "*adapters.safetensors": "is mlx-lm's, whose factors have other names: write them transposed as PEFT's lora_A and "
     f"lora_B, and r, lora_alpha (rank · scale) and peft_type into {CONFIG_FILE}",
+    "run.yaml": "is of a run: give what moetune export RUN_DIR --format peft --out DIR writes",
+    "delta.safetensors": "is a delta, which holds no factors: moetune apply",
     "*.gguf": "is for llama.cpp, and not read: take the adapter that it was converted from",
     **dict.fromkeys(
         ("adapter_*.bin", "*.pt", "*.pth"),
