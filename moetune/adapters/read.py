@@ -209,8 +209,7 @@ class _Reader:
 
     def _whole_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Sort what is no factor into saved and frozen parameters; return module -> "A" or "B" -> factor."""
-        base, unread = self.base, self.parsed.unread
-        parameters = {**dict(base.plain.named_parameters(remove_duplicate=False)), **dict(base.plain.named_buffers())}
+        base, unread, parameters = self.base, self.parsed.unread, self.base.parameters
         halves: dict[str, dict[str, Tensor]] = defaultdict(dict)
         whole, with_factors = {}, set()
         for name, tensor in sorted(self.stored.tensors.items()):
@@ -225,8 +224,8 @@ class _Reader:
             else:
                 whole[name] = tensor
         for name, tensor in whole.items():
-            plain = unwrapped(name)
-            if plain not in parameters:
+            plain = base.parameter(unwrapped(name))
+            if plain is None:
                 what = f"belongs to no parameter of {base.name!r}"
                 unread.append(f"{name}: {_OF_TOWER if _in_tower(name, base) else what}")
             elif (shape := parameters[plain].shape) != tensor.shape:
@@ -236,7 +235,7 @@ class _Reader:
                     + ("; give the base with as many rows, which it was trained on" if resized else "")
                 )
             else:
-                is_frozen = ".base_layer." in name and plain.rpartition(".")[0] in with_factors
+                is_frozen = ".base_layer." in name and unwrapped(name).rpartition(".")[0] in with_factors
                 (self.parsed.frozen if is_frozen else self.saved)[plain] = tensor
         for saved in self.stored.settings.get("modules_to_save") or ():
             if any(f".{saved}." in f".{name}" for name in parameters) and not any(

@@ -158,6 +158,31 @@ def test_names_of_other_programs(tmp_path: Path) -> None:
     assert same(found.adapter, adapter)
 
 
+@pytest.mark.parametrize(
+    ("model", "old", "new", "saved"),
+    [
+        ("qwen3_vl_moe", "model.language_model.", "model.", "embed_tokens.weight"),  # made on its class for text alone
+        ("mixtral", "mlp", "block_sparse_moe", "layers.1.mlp.gate.weight"),  # of transformers 4
+        ("mixtral", "model.", "model.language_model.", "norm.weight"),
+    ],
+)
+def test_names_of_other_classes_of_the_model(model: str, old: str, new: str, saved: str, tmp_path: Path) -> None:
+    base, prefix = base_of_toy(model), "model.language_model." if model == "qwen3_vl_moe" else "model."
+    adapter, whole = make_adapter(base), {f"{prefix}{saved}": torch.ones(base.parameters[f"{prefix}{saved}"].shape)}
+
+    def renamed(tensors: dict[str, Tensor], _: object) -> None:
+        for name, tensor in list((tensors | whole).items()):
+            tensors.pop(name, None)
+            tensors[name.replace(old, new, 1)] = tensor
+
+    found = read(write(tmp_path, adapter, base, "peft", renamed), base)
+    assert found.problems == []
+    assert same(found.adapter, adapter)
+    assert {name: tensor.tolist() for name, tensor in found.adapter.saved.items()} == {
+        name: tensor.tolist() for name, tensor in whole.items()
+    }
+
+
 def test_factors_of_a_tower_are_left_out_if_they_are_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """PEFT puts them there for `all-linear`, and `q_proj` may be in a tower too; text trains none of them."""
     base = base_of_toy("qwen3_vl_moe")
