@@ -210,6 +210,15 @@ def test_only_what_has_factors_changes_in_the_base(tmp_path: Path) -> None:
     assert not (tmp_path / "damaged").exists()
 
 
+def test_values_beyond_float16_are_not_written(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2, dtype=torch.float16)
+    of = base_in(base)
+    write(tmp_path / "adapter", make_adapter(of), of, "peft", lambda _, settings: settings.update(lora_alpha=1e6))
+    with pytest.raises(UserError, match=r"k_proj\.weight would hold values that float16"):
+        merge_adapter(str(base), tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.parametrize("layout", ["megatron", "per-expert"])
 def test_training_starts_from_every_layout(layout: str, tmp_path: Path) -> None:
     """`adapt.start_from` gives the same factors, to the bit, as from PEFT's layout."""
