@@ -32,6 +32,9 @@ DTYPES = {
 }  # fmt: skip
 """Dtype in safetensors' spelling -> torch dtype."""
 _OTHER_FORMATS = {
+    r"run\.yaml|trained\.safetensors": "of a run, which moetune export RUN_DIR --format merged makes a model of",
+    r"adapter_model\.(safetensors|bin)": "an adapter, which moetune adapter merge BASE {0} makes a model of",
+    r"delta\.safetensors": "a delta, which moetune apply {0} --to BASE makes a model of",
     r"global_step\d+": "DeepSpeed's shards, which python zero_to_fp32.py . NEW_FOLDER --safe_serialization joins there",
     r".*\.distcp": "torch's shards, which accelerate merge-weights {0} NEW_FOLDER joins",
     r"pytorch_model_fsdp_0": "torch's shards, which accelerate merge-weights {0}/pytorch_model_fsdp_0 NEW_FOLDER joins",

@@ -154,6 +154,9 @@ def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
     [
         ("pytorch_model-00001-of-00002.bin", r"\.save_pretrained\("),
         ("__0_0.distcp", "accelerate merge-weights"),
+        ("run.yaml", "of a run, which moetune export RUN_DIR"),
+        ("adapter_model.safetensors", "an adapter, which moetune adapter merge BASE"),
+        ("delta.safetensors", "a delta, which moetune apply"),
         ("global_step10", "zero_to_fp32.py"),
         ("model-00001-of-00002.safetensors", "index.json is missing"),
         ("m-Q4_K_M.gguf", "as it is published for transformers"),

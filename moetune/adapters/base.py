@@ -5,11 +5,12 @@ A role is a projection of an expert: `gate`, `up` and `down`, or `gate_up` for g
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from moetune.adapters.factors import DOWN, GATE_UP
@@ -134,6 +135,23 @@ class AdapterBase:
         """
         return self._linears.get(_as_here(name, self._linears))
 
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """Name in the plain model -> its parameter or buffer, on the meta device."""
+        plain = self.plain
+        return {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
+
+    @cached_property
+    def _parameters(self) -> dict[str, str]:
+        """Name of a parameter or buffer in the checkpoint or in the plain model -> its name in the plain model."""
+        names = {mapping.every_key()[0]: name for name, mapping in self.mappings.items() if mapping.conversion is None}
+        return names | {name: name for name in self.parameters}
+
+    def parameter(self, name: str) -> str | None:
+        """Return the name in the plain model of the parameter or buffer with this name there or in the checkpoint; None
+        if there is none."""
+        return self._parameters.get(_as_here(name, self._parameters))
+
     def linear_name(self, path: str) -> str:
         """Return a linear layer's name in the checkpoint.
 
@@ -211,17 +229,15 @@ def _leaf(key: str) -> str:
     return key.removesuffix(".weight").rpartition(".")[2]
 
 
-def _as_here(name: str, known: Mapping[str, str]) -> str:
-    """Return a name without the prefix that models of text and images put before their language model.
-
-    It is shortened only if the result is in `known`, and returned as it is otherwise.
-    """
+def _as_here(name: str, known: Collection[str]) -> str:
+    """Return a name as the base has it, if it differs in what models of text and images put before the names of their
+    language model, and that of text alone does not: one in `known`, or else `name` itself."""
     if name in known:
         return name
     for prefix in ("model.language_model.", "language_model.model.", "model."):
-        for ours in ("model.", ""):
-            if name.startswith(prefix) and (shorter := ours + name.removeprefix(prefix)) in known:
-                return shorter
+        for ours in ("model.", "", "model.language_model.", "language_model.model."):
+            if name.startswith(prefix) and (here := ours + name.removeprefix(prefix)) in known:
+                return here
     return name
 
 

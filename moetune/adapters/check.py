@@ -8,9 +8,9 @@ from torch import Tensor
 from moetune.adapters.base import AdapterBase
 from moetune.adapters.factors import Adapter
 from moetune.adapters.files import StoredAdapter
-from moetune.adapters.read import Read, read, unwrapped
+from moetune.adapters.read import Read, left_out, read, unwrapped, without_idle_towers
 from moetune.adapters.write import PROGRAMS, SERVERS, laid_out, unread_in_vllm
-from moetune.compat.peft import is_targeted, targets_module
+from moetune.compat.peft import targets_module
 from moetune.errors import UserError, one_line
 from moetune.json_files import Answer
 
@@ -74,6 +74,7 @@ def check(
     Raises:
         UserError: names and shapes allow two layouts, or none; or `layout` is not one of those that they allow.
     """
+    stored = without_idle_towers(stored, base)
     parsed = read(stored, base, layout)
     problems = parsed.problems
     programs = {name: _as_it_is(parsed, stored, base, name) for name in PROGRAMS}
@@ -109,8 +110,7 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
     """Return None if the files hold what moetune would write for a program; else the first difference as text."""
     try:
         laid = laid_out(parsed.adapter, base, program)
-        linears = (name for name, factors in parsed.adapter.named().items() if factors.A.ndim == 2)
-        left_out = [name for name in linears if program not in SERVERS and not is_targeted(stored.settings, name)]
+        ignored = [] if program in SERVERS else left_out(stored, parsed)
         refused = [path for path in parsed.adapter.experts if targets_module(stored.settings, path)]
     except (UserError, ValueError) as error:  # moetune's, and PEFT's of the settings
         return f"cannot read it: {one_line(error)}"
@@ -134,10 +134,12 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
         elif program == "llama.cpp":  # it takes lora_alpha / rank of each pair of factors
             wrong = [name for name, factors in adapter.named().items() if factors.scale * factors.rank != alpha]
             misfit = f"it ignores use_rslora and alpha_pattern, and would scale {wrong[0]} wrongly" if wrong else None
-    if misfit is None and left_out:
-        misfit = f"it ignores the factors of {left_out[0]}, which its settings leave out"
-    if misfit is None and refused and program not in SERVERS:
+    if misfit is None and stored.renamed and (program in SERVERS or ".default." not in stored.renamed):
+        misfit = f"it looks for other names than {stored.renamed}"
+    elif misfit is None and refused and program not in SERVERS:
         misfit = f"its target_modules name {refused[0]}, as vLLM's do, and PEFT refuses that"
+    elif misfit is None and ignored:
+        misfit = f"it ignores the factors of {ignored[0]}, which its settings leave out"
     return None if misfit is None else f"needs moetune adapter convert --to {program}: {misfit}"
 
 

@@ -52,6 +52,8 @@ _OTHER_FILES = {
     f"{WEIGHTS_FILE} with load_file and save_file of safetensors.torch",
     "*adapters.safetensors": "is mlx-lm's, whose factors have other names: write them transposed as PEFT's lora_A and "
     f"lora_B, and r, lora_alpha (rank · scale) and peft_type into {CONFIG_FILE}",
+    "run.yaml": "is of a run: give what moetune export RUN_DIR --format peft --out DIR writes",
+    "delta.safetensors": "is a delta, which holds no factors: moetune apply",
     "*.gguf": "is for llama.cpp, and not read: take the adapter that it was converted from",
     **dict.fromkeys(
         ("adapter_*.bin", "*.pt", "*.pth"),
@@ -60,8 +62,13 @@ _OTHER_FILES = {
     ),
 }
 """Name of a file of weights that stands in place of PEFT's -> what it is, and what to do."""
-_say = cache(note)
-_OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
+say = cache(note)
+_OTHER_NAME = re.compile(
+    r"(?:(?<=\.lora_[AB])|(?<=\.modules_to_save))\.default(?=\.)|(?<=\.lora_[AB])\.[\w-]+(?=\.weight$)"
+)
+"""The name of an adapter among several."""
+_WRAPPER = re.compile(r"^module\.|(?:^|(?<=\.))(?:base_model\.model|_orig_mod|_\w+_wrapped_module)\.")
+"""What wrappers of a model put into names: PEFT, and, where a program saves them so, DDP, torch.compile and FSDP."""
 
 Tensors = Mapping[str, Tensor]
 T = TypeVar("T")
@@ -132,9 +139,10 @@ class StoredAdapter:
 
     Attributes:
         settings: the content of `adapter_config.json`.
-        tensors: the tensors, by their names without PEFT's prefix.
+        tensors: the tensors, by their names without what wrappers of the model, PEFT's too, put into them.
         scales: the settings that decide the scale.
         record: what moetune recorded when it wrote the file; empty if another program wrote it.
+        renamed: a factor's name in the file that has more in it than PEFT's prefix; None if there is none.
     """
 
     folder: Path
@@ -142,6 +150,7 @@ class StoredAdapter:
     tensors: Tensors
     scales: Scales
     record: AdapterRecord
+    renamed: str | None = None
 
     def __str__(self) -> str:
         return f"adapter {str(self.folder)!r}"
@@ -175,7 +184,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
                 "it would be ignored; merge the adapter with the program that wrote it"
             )
         if setting not in (None, False, "", [], {}) and key not in (*_SETTINGS, "lora_B_layout"):
-            _say(f"{where}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting of PEFT, and not read")
+            say(f"{where}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting of PEFT, and not read")
     header = read_header(folder / WEIGHTS_FILE)
     _refuse_unread(folder, header)
     refuse_not_finite(header)
@@ -185,10 +194,10 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
         raise UserError(f"{where}: {WEIGHTS_FILE} holds no tensor")
     weights = {file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth")}
     if unread := sorted(name for name in weights if not name.startswith(_STATES)):
-        _say(f"{where}: {' and '.join(first_of(unread))} beside {WEIGHTS_FILE} is not read, nor what it trained")
+        say(f"{where}: {' and '.join(first_of(unread))} beside {WEIGHTS_FILE} is not read, nor what it trained")
     halves = [any(tensors[name].any() for name in tensors if f".lora_{half}" in name) for half in "AB"]
     if not all(halves) and all(".lora_" in name for name in tensors):
-        _say(f"{where}: one of the factors A and B is zero everywhere, so it changes nothing: was it trained?")
+        say(f"{where}: one of the factors A and B is zero everywhere, so it changes nothing: was it trained?")
     rows = [tensor.shape[-2] for name, tensor in tensors.items() if ".lora_A" in name and tensor.ndim > 1]
     try:
         scales = Scales.model_validate(settings)
@@ -247,12 +256,14 @@ def open_adapter(folder: Path) -> StoredAdapter:
     if not_plain := beyond_plain(settings):
         raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(not_plain)}; merge it with PEFT")
     # beside a module that it saves whole, PEFT may store the one that it replaces, and the saved one by a second name
-    named: dict[str, Tensor] = {}
+    named, renamed = dict[str, Tensor](), None
     for name in (name for name in tensors if ".original_module." not in name):
-        plain = _OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)).replace(".modules_to_save.", ".")
+        plain = _OTHER_NAME.sub("", _WRAPPER.sub("", name)).replace(".modules_to_save.", ".")
+        if ".lora_" in name and plain != name.removeprefix(PREFIX):
+            renamed = name
         if not named.setdefault(plain, tensors[name]).equal(tensors[name]):
             raise UserError(f"adapter {str(folder)!r} holds {plain} twice, with two values: keep {name} or the other")
-    return StoredAdapter(folder, settings, named, scales, _record(folder))
+    return StoredAdapter(folder, settings, named, scales, _record(folder), renamed)
 
 
 def _record(folder: Path) -> AdapterRecord:

@@ -13,7 +13,8 @@ the number of `.base_layer` in their names.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,14 +22,17 @@ from torch import Tensor
 from moetune.adapters.base import AdapterBase, sizes_of, stacks_of
 from moetune.adapters.evidence import sign_of
 from moetune.adapters.factors import GATE_UP, Adapter, Factors, fused
-from moetune.adapters.files import StoredAdapter
+from moetune.adapters.files import StoredAdapter, say
 from moetune.adapters.sketch import differing
 from moetune.adapters.stacked import ORDERS, Order, named_order
-from moetune.errors import UserError
+from moetune.compat.peft import is_targeted, targets_module
+from moetune.errors import UserError, counted, first_of
 from moetune.models.moe import MoeLayer
 
 LAYOUTS = (*ORDERS, "per-expert", "3d")
 """Names of the layouts, which are the values of `--from`."""
+
+_OF_TOWER = "is of a part that text never reaches, which is not read: merge with PEFT (merge_and_unload)"
 
 Pair = tuple[str, Tensor, Tensor]
 """A stored name, and the two factors of a module."""
@@ -48,6 +52,7 @@ class Read:
         wrong: what else would be read wrongly: ranks in the settings, or what moetune recorded, differ.
         frozen: name of a parameter -> the base's value of it, which PEFT stores beside the factors of `lm_head`: a part
             of the base that the adapter was made on, and not of the adapter.
+        names: linear layer, or parameter of stacked factors -> the names by which the settings may mean it.
     """
 
     adapter: Adapter
@@ -57,6 +62,7 @@ class Read:
     doubts: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     frozen: dict[str, Tensor] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[str]:
@@ -67,12 +73,46 @@ class Read:
 def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) -> Read:
     """Read an adapter of a base, in the layout with this name or, for None, in the one that is detected.
 
-    What does not fit is in `Read.problems`.
+    What does not fit is in `Read.problems`. A warning is printed of what PEFT would leave out.
 
     Raises:
         UserError: names and shapes allow two layouts, or none; or `layout` is not one of those that they allow.
     """
-    return _Reader(stored, base, layout).read()
+    parsed = _Reader(without_idle_towers(stored, base), base, layout).read()
+    with suppress(ValueError):  # settings that PEFT refuses
+        if ignored := left_out(stored, parsed):
+            parts = " ".join(first_of(ignored, 1))
+            say(f"warning: {stored}: its settings leave out {parts}; PEFT ignores such factors, and moetune reads them")
+    return parsed
+
+
+def without_idle_towers(stored: StoredAdapter, base: AdapterBase) -> StoredAdapter:
+    """Return an adapter without the factors of modules that text never reaches, such as a vision tower, if their update
+    is zero: training on text leaves them so. Print a note of it."""
+    idle = {
+        name.partition(".lora_")[0]
+        for name, tensor in stored.tensors.items()
+        if ".lora_B" in name and _in_tower(name, base) and not tensor.any()
+    }
+    if not idle:
+        return stored
+    what = f"factors of {counted(len(idle), 'module')}, as {min(idle)}"
+    say(f"{stored}: {what}, are zero and not read: text never reaches them")
+    kept = {name: tensor for name, tensor in stored.tensors.items() if name.partition(".lora_")[0] not in idle}
+    return replace(stored, tensors=kept)
+
+
+def _in_tower(name: str, base: AdapterBase) -> bool:
+    paths = base.structure.dropped
+    return any(f"{name}.".startswith((f"{path}.", f"{path.removeprefix('model.')}.")) for path in paths)
+
+
+def left_out(stored: StoredAdapter, parsed: Read) -> list[str]:
+    """Return the layers and parameters that an adapter has factors of and its settings leave out, so that PEFT ignores
+    these; `ValueError` for settings that PEFT refuses."""
+    return [
+        part for part, names in parsed.names.items() if not any(is_targeted(stored.settings, name) for name in names)
+    ]
 
 
 def sure(parsed: Read, stored: StoredAdapter) -> Read:
@@ -140,29 +180,36 @@ class _Reader:
         return parsed
 
     def _lost(self, adapter: Adapter) -> Iterator[str]:
-        """Yield a line for each target of the settings that the base has, and of which the file lacks factors."""
-        settings, with_factors = self.stored.settings, adapter.named().keys()
-        if settings.get("exclude_modules") or settings.get("layers_to_transform"):
-            return
-        stored = {unwrapped(name.partition(".lora_")[0]) for name in self.stored.tensors}
-        linears, stacks = {path: path for path in self.base.structure.linears()}, dict[str, str]()
-        for path, layer in self.base.layers.items():
-            stacks |= {f"{path}.{stack}": f"{path}.{projection}" for projection, stack in stacks_of(layer).items()}
-        for setting, known in (("target_modules", linears), ("target_parameters", stacks)):
-            for target in settings[setting] if isinstance(settings.get(setting), list) else ():
-                names = {name for path, name in known.items() if f".{path}".endswith(f".{target}")}
-                # each expert's projection may have the name of a dense layer's, and be all that the target meant
-                of_experts = any(f".{path}".endswith(f".{target}") for path in stored - known.keys())
-                if (lost := sorted(names - with_factors)) and not of_experts:
-                    of = "it" if len(lost) == len(names) else f"{len(lost)} of {len(names)} layers, as {lost[0]}"
-                    yield f"{target}: is in {setting} of adapter_config.json, and the file has no factors of {of}"
+        """Yield a line for what the settings name and the base has, and of which the file lacks factors."""
+        settings, with_factors, linears = (
+            self.stored.settings,
+            adapter.named().keys(),
+            self.base.structure.lora_layers(),
+        )
+        named = defaultdict[tuple[str, str], set[str]](set)  # setting, and a name in it -> all that it means
+        # each expert's projection may have the name of a dense layer's, and be all that the target meant
+        of_experts = {unwrapped(name.partition(".lora_")[0]) for name in self.stored.tensors} - linears.keys()
+        leaves = {path.rpartition(".")[2] for path in of_experts}
+        with suppress(ValueError):  # settings that PEFT refuses
+            for path in linears:
+                if (leaf := path.rpartition(".")[2]) not in leaves and targets_module(settings, path):
+                    named["target_modules", leaf].add(path)
+        of_all = not settings.get("exclude_modules") and not settings.get("layers_to_transform")
+        for path, layer in self.base.layers.items() if of_all else ():
+            for projection, stack in stacks_of(layer).items():
+                for target in self.stored.scales.target_parameters or ():
+                    if f".{path}.{stack}".endswith(f".{target}"):
+                        named["target_parameters", target].add(f"{path}.{projection}")
+        for (setting, target), names in named.items():
+            if lost := sorted(names - with_factors):
+                of = "it" if len(lost) == len(names) else f"{len(lost)} of {len(names)} layers, as {lost[0]}"
+                yield f"{target}: is in {setting} of adapter_config.json, and the file has no factors of {of}"
 
     # --- Names ------------------------------------------------------------------------------------------------------
 
     def _whole_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Sort what is no factor into saved and frozen parameters; return module -> "A" or "B" -> factor."""
-        base, unread = self.base, self.parsed.unread
-        parameters = {**dict(base.plain.named_parameters(remove_duplicate=False)), **dict(base.plain.named_buffers())}
+        base, unread, parameters = self.base, self.parsed.unread, self.base.parameters
         halves: dict[str, dict[str, Tensor]] = defaultdict(dict)
         whole, with_factors = {}, set()
         for name, tensor in sorted(self.stored.tensors.items()):
@@ -177,9 +224,10 @@ class _Reader:
             else:
                 whole[name] = tensor
         for name, tensor in whole.items():
-            plain = unwrapped(name)
-            if plain not in parameters:
-                unread.append(f"{name}: belongs to no parameter of {base.name!r}")
+            plain = base.parameter(unwrapped(name))
+            if plain is None:
+                what = f"belongs to no parameter of {base.name!r}"
+                unread.append(f"{name}: {_OF_TOWER if _in_tower(name, base) else what}")
             elif (shape := parameters[plain].shape) != tensor.shape:
                 resized = len(shape) == 2 and shape[1:] == tensor.shape[1:]
                 unread.append(
@@ -187,7 +235,7 @@ class _Reader:
                     + ("; give the base with as many rows, which it was trained on" if resized else "")
                 )
             else:
-                is_frozen = ".base_layer." in name and plain.rpartition(".")[0] in with_factors
+                is_frozen = ".base_layer." in name and unwrapped(name).rpartition(".")[0] in with_factors
                 (self.parsed.frozen if is_frozen else self.saved)[plain] = tensor
         for saved in self.stored.settings.get("modules_to_save") or ():
             if any(f".{saved}." in f".{name}" for name in parameters) and not any(
@@ -220,13 +268,15 @@ class _Reader:
             info, A, B = base.structure.lora_layers()[path], half["A"], half["B"]
             if A.ndim == B.ndim == 2 and (A.shape[1], *B.shape) == (info.in_features, info.out_features, len(A)):
                 self.linears[path] = self._factors(module, A, B)
+                self.parsed.names[path] = module, path
             else:
                 unread.append(
                     f"{path}: lora_A {[*A.shape]} and lora_B {[*B.shape]} do not map {info.in_features} features to "
                     f"{info.out_features}"
                 )
         else:
-            unread.append(f"{module}: has factors; {'is there twice' if path else f'{base.name!r} has no such layer'}")
+            what = f"has factors; {'is there twice' if path else f'{base.name!r} has no such layer'}"
+            unread.append(f"{module}: {_OF_TOWER if _in_tower(module, base) else what}")
 
     def _factors(self, target: str, A: Tensor, B: Tensor) -> Factors:
         """Return factors with the scale that the settings give `target`, in a file of moetune's own without the ranks
@@ -252,13 +302,16 @@ class _Reader:
         experts: dict[str, dict[str, Factors]] = {}
         for path, slots in self.slots.items():
             layer, own = self.base.layers[path], dict[str, Factors]()
-            for depth, (_, first, second) in sorted(slots.items(), reverse=True):
+            for depth, (inner, first, second) in sorted(slots.items(), reverse=True):
                 # of two projections that fit, the outermost wrapper has down
                 projection = possible[path, depth][order.is_swapped][-1 if depth else 0]
                 if projection in own:
                     raise UserError(f"{self.stored}: {path} has factors of one projection twice")
                 A, B = order.read(first, second, layer.shape.num_experts)
-                own[projection] = self._factors(f"{path}.{stacks_of(layer)[projection]}", A, B)
+                parameter = f"{path}.{stacks_of(layer)[projection]}"
+                own[projection] = self._factors(parameter, A, B)
+                if self.parsed.layout != "megatron":  # whose settings are not PEFT's own
+                    self.parsed.names[parameter] = path, parameter, f"{inner}.{stacks_of(layer)[projection]}"
             experts[path] = dict(sorted(own.items(), reverse=True))
         return experts
 

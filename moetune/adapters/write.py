@@ -74,13 +74,14 @@ def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     """Return the tensors and settings that a program, one of `PROGRAMS`, reads as this adapter.
 
     Raises:
-        UserError: the adapter is empty, or the program has no place for a part of it.
+        UserError: the adapter has no factors, or the program has no place for a part of it.
     """
-    if not adapter.named() and not adapter.saved:
-        raise UserError("the adapter has no factors that could be written")
+    if not adapter.named():
+        raise UserError("the adapter has no factors that could be written; merge what it holds whole, if it does")
     if program in SERVERS:
         return _for_server(adapter, base, program)
-    modules = tuple(sorted({saved_module(name, base) for name in adapter.saved}))
+    holders = {saved_module(name, base) for name in adapter.saved}
+    modules = tuple(sorted(x for x in holders if not any(x.startswith(f"{other}.") for other in holders)))
     tied = base.structure.tied
     ties = any(name in adapter.saved for name in tied) and not adapter.unties(tied)
     settings = peft_settings(base, adapter, modules, ties=ties)

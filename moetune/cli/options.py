@@ -67,6 +67,8 @@ def known_gpu(value: str | None) -> str | None:
 def existing_run(folder: Path) -> Path:
     """Return the path of an existing folder, with `~` expanded; raise `UserError` if there is none."""
     folder = expanded(folder)
+    if folder.is_file():
+        raise UserError(f"{str(folder)!r} is a file; give the folder of a run, which is the output of its run file")
     if not folder.is_dir():
         raise UserError(f"run folder {str(folder)!r} does not exist.{suggest(folder.name, names_in(folder.parent))}")
     return folder

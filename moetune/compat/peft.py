@@ -25,13 +25,15 @@ _TARGETS = ("target_modules", "target_parameters", "exclude_modules", "layers_to
 
 
 def is_targeted(settings: Mapping[str, Any], path: str) -> bool:
-    """Return whether PEFT gives a linear layer the factors that an adapter with these `settings` has for it; it ignores
-    others. Raise `ValueError` for settings that PEFT refuses."""
+    """Return whether PEFT gives a linear layer, or a parameter of stacked experts, the factors that an adapter with
+    these `settings` has for it; it ignores others. Raise `ValueError` for settings that PEFT refuses."""
     given = {key: settings[key] for key in _TARGETS if settings.get(key) is not None}
     if not given.keys() & {*_TARGETS[:2]} or given.get("target_modules") == "all-linear":
         return True
-    if any(f".{path}.weight".endswith(f".{name}") for name in given.get("target_parameters", [])):
-        return True  # a router that is a module of its own, not an nn.Linear
+    if any(
+        f".{path}{leaf}".endswith(f".{name}") for name in given.get("target_parameters", []) for leaf in ("", ".weight")
+    ):
+        return True  # a router that is a module of its own, not an nn.Linear, has a weight
     try:
         return bool(check_target_module_exists(LoraConfig(**given), path))
     except (TypeError, re.error) as error:

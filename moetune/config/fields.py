@@ -168,6 +168,7 @@ Ids = Annotated[IdSet, BeforeValidator(parse_ids)]
 AutoIds = Annotated[IdSet | Literal["auto"], BeforeValidator(lambda v: v if v == "auto" else parse_ids(v))]
 ExpertIds = Annotated[IdSet | IdsByLayer, BeforeValidator(_parse_expert_ids)]
 Text = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_check_text)]
+Gpu = Annotated[Text, BeforeValidator(lambda value: str(value) if type(value) is int else value)]  # 48: no unit
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_check_path)]
 Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]

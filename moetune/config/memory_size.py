@@ -3,8 +3,8 @@
 import re
 from decimal import Decimal
 
-_UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-_SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(B|MB|GB|MiB|GiB)", re.IGNORECASE | re.ASCII)
+_UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(B|[MGT]i?B)", re.IGNORECASE | re.ASCII)
 HOW_TO_WRITE_A_SIZE = "A size is written like 44GiB (2^30 bytes), 48GB (10^9 bytes) or 45056MiB."
 
 

@@ -69,7 +69,7 @@ def apply_delta(
     """
     delta, out = expanded(delta), Path(out)
     if not delta.is_dir():
-        raise UserError(f"delta {str(delta)!r} does not exist")
+        raise UserError(f"delta {str(delta)!r} {'is no folder' if delta.exists() else 'does not exist'}")
     base, source, name = _find_base(str(to))
     keep_apart(out, "read", delta, base)
     read, tensors = read_delta(delta), open_checkpoint(base)

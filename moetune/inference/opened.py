@@ -322,6 +322,8 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
         why = f"is in the layout {parsed.layout}, and PEFT reads {of.peft_layout} with this base"
     elif any(targets_module(stored.settings, experts) for experts in parsed.adapter.experts):
         why = "names modules of experts in target_modules, which vLLM reads and PEFT does not"
+    elif stored.renamed and ".default." not in stored.renamed:
+        why = f"has other names than PEFT looks for, as {stored.renamed}"
     else:
         return
     raise UserError(f"the adapter in {what!r} {why}; moetune adapter convert {base} {what} --to peft --out DIR")

@@ -190,13 +190,18 @@ def _fill(model: nn.Module) -> None:
                     own[name] = fakes.setdefault(tensor, nn.Parameter(fake, False) if is_parameter else fake)
 
 
-def unknown_rope_type(config: PretrainedConfig) -> str | None:
-    """Return a line about the first type of rotary embedding in a configuration that transformers does not have."""
+def rope_problem(config: PretrainedConfig, failed: bool = True) -> str | None:
+    """Return a line about the first wrong setting of rotary embeddings in a configuration: a theta that is no number
+    above 0, or a type that transformers does not have; what only some models read is wrong if building one has
+    `failed`."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         ropes = getattr(part, "rope_parameters", None) or {}
         # They are the settings, or hold those of each kind of layer.
         for rope in (ropes, *(inner for inner in ropes.values() if isinstance(inner, dict))):
-            if (kind := rope.get("rope_type", "default")) not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
+            theta, kind = rope.get("rope_theta", 1), rope.get("rope_type", "default")
+            if (failed or theta is not None) and not (isinstance(theta, int | float) and theta > 0):
+                return f"rope_theta {shown(theta)} is no number above 0"
+            if failed and kind not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
                 return f"rope_type {shown(kind)} (rope_scaling or rope_parameters) is none of {', '.join(known)}"
     return None
 

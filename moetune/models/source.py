@@ -202,7 +202,8 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of errors for an invalid config.json
-        raise UserError(f"model {path!r}: config.json is not valid: {one_line(error)}") from None
+        dtype = "; dtype (torch_dtype) is bfloat16, float16 or float32" if "module 'torch' has no" in str(error) else ""
+        raise UserError(f"model {path!r}: config.json is not valid: {one_line(error)}{dtype}") from None
     if ignored := next(_ignored(raw, config), None):
         raise UserError(f"model {path!r}: config.json {ignored}")
     return _with_settings_beside(config, folder)

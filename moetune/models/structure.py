@@ -17,7 +17,7 @@ from moetune.compat.qwen4_exp import choose_all_at_once
 from moetune.compat.transformers import set_attention
 from moetune.errors import UserError, one_line
 from moetune.models.components import Component, Landmarks
-from moetune.models.dry_run import count_lists, unknown_rope_type
+from moetune.models.dry_run import count_lists, rope_problem
 from moetune.models.moe import (
     MoeLayer,
     expert_parameters,
@@ -144,6 +144,8 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             raise UserError(
                 f"model type {name!r}: config.json has {key} {value}, and transformers {_NEEDS_FIELD[part]}"
             )
+    if wrong := rope_problem(config, failed=False):
+        raise UserError(f"model type {name!r}: config.json has {wrong}")
     config = copy.deepcopy(config)
     set_attention(config, "eager")  # config.json may name an implementation whose package is not installed here
     try:
@@ -154,7 +156,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     except ImportError as error:
         raise UserError(f"model type {name!r} needs a package that is not installed: {one_line(error)}") from error
     except Exception as error:  # a wrong config can make model code raise any error
-        why = unknown_rope_type(config) or f"{type(error).__name__}: {one_line(error)}"
+        why = rope_problem(config) or f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"transformers cannot build {name!r} from its configuration: {why}") from error
     if auto is AutoModelForImageTextToText:
         drop_towers(model)

@@ -12,6 +12,8 @@ from rich.segment import Segment
 
 from moetune.errors import UserError, one_line, printable
 
+_SAID = set[str]()
+"""Messages that transformers has logged."""
 _BARS = re.compile(r"(\r|\x1b\[A)")  # moves the cursor back, in other libraries' progress bars
 
 
@@ -58,7 +60,12 @@ class _Stdout(_Stream):
 
 
 def _on_stderr(text: str) -> str:
-    """Escape control characters except those with which progress bars move the cursor back."""
+    """Escape control characters except those with which progress bars move the cursor back; drop what transformers has
+    logged before, which it does with each model that is built."""
+    if text.startswith("[transformers] "):
+        if text in _SAID:
+            return ""
+        _SAID.add(text)
     return text if text.isprintable() else "".join(p if _BARS.fullmatch(p) else printable(p) for p in _BARS.split(text))
 
 

@@ -30,7 +30,8 @@ def merge_problems(run: ResolvedRun) -> Iterator[str]:
     elif rounding.keep and base != published.base:
         yield f"{option}: the base is published so, and model.base: {base} would change it; set base: auto"
     elif not rounding.keep and (not isinstance(base, str) or FORMATS[base].dtype is None):
-        yield f"{option}: model.base: {base} does not hold the weights to merge; set bf16, or give a base in {into}"
+        why = "does not hold the weights to merge" if isinstance(base, str) else "is a section, and not one storage"
+        yield f"{option}: model.base: {base} {why}; set base: bf16, or give a base in {into}"
     if run.selection.lora is not None and run.selection.lora.dropout:
         yield f"{option}: a merged weight has no dropout; set adapt.lora.dropout: 0"
     sharded = [f"{axis}: {getattr(parallel, axis)}" for axis in ("fsdp", "tp") if getattr(parallel, axis) > 1]

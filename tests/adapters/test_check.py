@@ -17,7 +17,7 @@ from moetune.adapters.read import LAYOUTS, read
 from moetune.adapters.stacked import ORDERS, Order
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
-from tests.adapters.made import RANK, SCALE, base_of_toy, make_adapter, write
+from tests.adapters.made import RANK, SCALE, base_of_toy, make_adapter, same, write
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
@@ -64,16 +64,43 @@ def test_which_programs_read_it_as_it_is(layout: str, tmp_path: Path) -> None:
     [
         {"target_modules": ["k_proj", "v_proj", "o_proj"]}, {"target_modules": r".*\.1\.self_attn\..*"},
         {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "layers_to_transform": [1]},
-        {"exclude_modules": ["layers.0.self_attn.q_proj"]},
+        {"exclude_modules": ["layers.0.self_attn.q_proj"]}, {"target_parameters": None},
+        {"target_parameters": ["layers.1.mlp.experts.gate_up_proj", "experts.down_proj"]},
     ],
 )  # fmt: skip
-def test_factors_that_peft_ignores_because_of_the_settings(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_factors_that_peft_ignores_because_of_the_settings(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = base_of_toy("mixtral")
     stored = write(tmp_path, make_adapter(base), base, "peft")
     assert check(stored, base).programs["peft"] is None
+    assert capsys.readouterr().err == ""
     said = check(replace(stored, settings={**stored.settings, **settings}), base).programs["peft"]
     assert said is not None
-    assert "it ignores the factors of model.layers.0.self_attn." in said
+    assert "it ignores the factors of model.layers.0." in said
+    assert "its settings leave out model.layers.0." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "by_peft"),
+    [
+        ("model.layers", "_orig_mod.model.layers", False), ("self_attn", "_fsdp_wrapped_module.self_attn", False),
+        ("model.layers", "base_model.model.model.layers", False), (".lora_B.", ".lora_B.policy.", False),
+        (".lora_B.", ".lora_B.default.", True),
+    ],
+)  # fmt: skip
+def test_names_with_parts_of_wrappers_are_read_and_to_be_converted(
+    old: str, new: str, by_peft: bool, tmp_path: Path
+) -> None:
+    base = base_of_toy("gpt_oss")
+    stored = write(tmp_path, make_adapter(base), base, "peft", rename(old, new))
+    report = check(stored, base)
+    assert report.problems == []
+    assert {name for name, said in report.programs.items() if said is None} == (
+        {"peft", "unsloth"} if by_peft else set()
+    )
+    assert new in str(report.programs["vllm"])
+    assert same(read(stored, base).adapter, make_adapter(base))
 
 
 def test_settings_of_vllm_are_not_for_peft(tmp_path: Path) -> None:
@@ -170,6 +197,13 @@ IGNORED: dict[str, tuple[str, Change, str]] = {
     "a target without factors in some layers": (
         "peft", both(drop("layers.1.self_attn.q_proj"), say(target_modules=["q_proj"])), "q_proj: .*of 1 of 2 layers",
     ),
+    "a pattern without factors in some layers": (
+        "peft", both(drop("layers.1.self_attn.q_proj"), say(target_modules=r".*attn\.[qk]_proj")), "q_proj: .*1 of 2",
+    ),
+    "a chosen layer without factors": (
+        "peft", both(drop("layers.1.self_attn.q"), say(target_modules=["q_proj"], layers_to_transform=[1])), "q_.*it",
+    ),
+    "a router without factors": ("peft", say(target_modules=["o_proj", "gate"]), "gate: is in target_modules"),
     "experts without factors": (
         "per-expert", both(drop("w2"), say(target_parameters=["mlp.experts.down_proj"])), "down_proj: is in target_p",
     ),

@@ -135,6 +135,7 @@ def test_weights_beside_an_adapter_and_factors_that_change_nothing_are_said(
         "adapter_model-00001-of-00002.safetensors": "of several shards.*save_file",
         "adapters.safetensors": r"mlx-lm's.*lora_alpha \(rank · scale\)",
         "Lora-F16-LoRA.gguf": "llama.cpp.*converted from",
+        "run.yaml": "is of a run: give what moetune export",
     }.items(),
 )
 def test_files_of_other_programs_are_named(name: str, remedy: str, tmp_path: Path) -> None:

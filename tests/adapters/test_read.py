@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from moetune.adapters.factors import Adapter
 from moetune.adapters.files import open_adapter, write_adapter
-from moetune.adapters.read import LAYOUTS, read, sure
+from moetune.adapters.read import _OF_TOWER, LAYOUTS, read, sure
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
 from tests.adapters.made import base_from, base_of_toy, make_adapter, same, stored_as, write
@@ -155,6 +156,44 @@ def test_names_of_other_programs(tmp_path: Path) -> None:
     found = read(write(tmp_path, adapter, base, "peft", renamed), base)
     assert (found.layout, found.problems) == ("per-expert", [])
     assert same(found.adapter, adapter)
+
+
+@pytest.mark.parametrize(
+    ("model", "old", "new", "saved"),
+    [
+        ("qwen3_vl_moe", "model.language_model.", "model.", "embed_tokens.weight"),  # made on its class for text alone
+        ("mixtral", "mlp", "block_sparse_moe", "layers.1.mlp.gate.weight"),  # of transformers 4
+        ("mixtral", "model.", "model.language_model.", "norm.weight"),
+    ],
+)
+def test_names_of_other_classes_of_the_model(model: str, old: str, new: str, saved: str, tmp_path: Path) -> None:
+    base, prefix = base_of_toy(model), "model.language_model." if model == "qwen3_vl_moe" else "model."
+    adapter, whole = make_adapter(base), {f"{prefix}{saved}": torch.ones(base.parameters[f"{prefix}{saved}"].shape)}
+
+    def renamed(tensors: dict[str, Tensor], _: object) -> None:
+        for name, tensor in list((tensors | whole).items()):
+            tensors.pop(name, None)
+            tensors[name.replace(old, new, 1)] = tensor
+
+    found = read(write(tmp_path, adapter, base, "peft", renamed), base)
+    assert found.problems == []
+    assert same(found.adapter, adapter)
+    assert {name: tensor.tolist() for name, tensor in found.adapter.saved.items()} == {
+        name: tensor.tolist() for name, tensor in whole.items()
+    }
+
+
+def test_factors_of_a_tower_are_left_out_if_they_are_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PEFT puts them there for `all-linear`, and `q_proj` may be in a tower too; text trains none of them."""
+    base = base_of_toy("qwen3_vl_moe")
+    adapter, name = make_adapter(base), "model.visual.blocks.0.attn.qkv"
+    tower = {f"{name}.lora_A.weight": torch.ones(3, 32), f"{name}.lora_B.weight": torch.zeros(96, 3)}
+    stored = write(tmp_path, adapter, base, "peft", lambda tensors, _: tensors.update(tower))
+    assert same(read(stored, base).adapter, adapter)
+    assert f"factors of 1 module, as {name}, are zero and not read" in capsys.readouterr().err
+    tower[f"{name}.lora_B.weight"] += 1
+    stored = write(tmp_path, adapter, base, "peft", lambda tensors, _: tensors.update(tower))
+    assert read(stored, base).unread == [f"{name}: {_OF_TOWER}"]
 
 
 def test_a_factor_that_all_experts_share(tmp_path: Path) -> None:

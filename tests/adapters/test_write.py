@@ -34,6 +34,20 @@ def test_one_rank_and_one_scale_and_the_ranks_come_back(tmp_path: Path) -> None:
     torch.testing.assert_close(back.adapter.linears[path].delta(), other.delta())
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_adapter_without_factors_has_no_place(program: str) -> None:
+    """A module that it holds whole makes it no adapter for PEFT, which asks for a target."""
+    with pytest.raises(UserError, match="no factors that could be written; merge"):
+        laid_out(Adapter({}, {}, {"lm_head.weight": torch.ones(96, 32)}), base_of_toy("mixtral"), program)
+
+
+def test_a_module_within_one_that_is_held_whole_is_not_named_again() -> None:
+    """PEFT finds no weight of it then: gpt-oss's attention has sinks of its own beside its linear layers."""
+    base, path = base_of_toy("gpt_oss"), "model.layers.0.self_attn"
+    adapter = replace(make_adapter(base), saved={f"{path}.{x}": torch.ones(4) for x in ("sinks", "q_proj.bias")})
+    assert laid_out(adapter, base, "peft").settings["modules_to_save"] == [path]
+
+
 def test_gaps_are_filled_with_zeros_where_a_program_needs_all() -> None:
     """Both projections of experts for both servers; q, k and v for SGLang."""
     base = base_of_toy("mixtral")

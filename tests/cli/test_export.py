@@ -110,6 +110,8 @@ def test_a_folder_that_is_no_run(tmp_path: Path, moetune: Callable[..., Any]) ->
     refused(moetune("export", tmp_path / "none", *rest), r"run folder '.*none' does not exist\.")
     refused(moetune("export", tmp_path, *rest), r"'.*' is not a run folder: no run\.yaml in it")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run.yaml").touch()
+    refused(moetune("export", tmp_path / "run.yaml", *rest), r"'.*run\.yaml' is a file; give the folder of a run, .*")
 
 
 def test_options_that_do_not_go_together(run: Path, moetune: Callable[..., Any]) -> None:

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moetune.config.fields import parse_ids, parse_stages
-from moetune.config.schema import ChoiceConfig, TrainConfig
+from moetune.config.memory_size import parse_size
+from moetune.config.schema import ChoiceConfig, HardwareConfig, TrainConfig
 from moetune.models.selection import ranges
 
 
@@ -86,6 +87,12 @@ def test_a_budget_is_memory_or_a_share(budget: object) -> None:
     for wrong in (0, 1, 1.5, -0.5, True, "0.25", "none", "0GiB"):
         with pytest.raises(ValueError, match="neither memory, such as 44GiB, nor a share"):
             ChoiceConfig.model_validate({"from": "scores.json", "budget": wrong})
+
+
+def test_a_gpu_may_be_a_number_whose_unit_is_then_asked_for() -> None:
+    """Which find_gpu does; a machine may have 1.5 TiB."""
+    assert HardwareConfig.model_validate({"gpu": 48, "host_memory": "1.5TiB"}).names == ("48",)
+    assert parse_size("1.5TiB") == 1.5 * 2**40
 
 
 @pytest.mark.parametrize("written", [["0-1", "2,3"], [[0, 1], [2, 3]], ["0-1", [2, 3]], "auto"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +210,15 @@ def test_only_what_has_factors_changes_in_the_base(tmp_path: Path) -> None:
     assert not (tmp_path / "damaged").exists()
 
 
+def test_values_beyond_float16_are_not_written(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2, dtype=torch.float16)
+    of = base_in(base)
+    write(tmp_path / "adapter", make_adapter(of), of, "peft", lambda _, settings: settings.update(lora_alpha=1e6))
+    with pytest.raises(UserError, match=r"k_proj\.weight would hold values that float16"):
+        merge_adapter(str(base), tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.parametrize("layout", ["megatron", "per-expert"])
 def test_training_starts_from_every_layout(layout: str, tmp_path: Path) -> None:
     """`adapt.start_from` gives the same factors, to the bit, as from PEFT's layout."""
@@ -232,6 +242,11 @@ def test_stock_peft_is_not_given_another_order_of_the_experts(tmp_path: Path) ->
     convert_adapter(str(base), tmp_path / "stock", "unsloth-grouped", tmp_path / "grouped")
     with pytest.raises(UserError, match="--to peft"):
         open_model(str(tmp_path / "grouped"), device="cpu", dtype="fp32")
+    tensors = load_file(tmp_path / "stock/adapter_model.safetensors")
+    shutil.copytree(tmp_path / "stock", tmp_path / "compiled")
+    save_file({f"_orig_mod.{name}": x for name, x in tensors.items()}, tmp_path / "compiled/adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"other names than PEFT looks for, as _orig_mod\..* --to peft"):
+        open_model(str(tmp_path / "compiled"), device="cpu", dtype="fp32")
     convert_adapter(str(base), tmp_path / "grouped", "peft", tmp_path / "back")
     opened = open_model(str(tmp_path / "back"), device="cpu", dtype="fp32")
     torch.testing.assert_close(logits(opened.model), logits(open_model(str(tmp_path / "stock"), device="cpu").model))

@@ -20,6 +20,7 @@ from moetune.formats.checkpoint import open_checkpoint
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.hub.key_mapping import key_mappings
 from moetune.planning.predict import predict
+from tests.exporting.runs import write_base
 from tests.memory.trace.test_loading import load
 from tests.published import write_4bit, write_floats, write_int4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
@@ -221,6 +222,17 @@ def test_tensors_that_disagree_with_the_settings_are_named(
     tensors = load_file(folder / "model.safetensors") | changes
     save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=says):
+        built(folder, {"router": "all"})
+
+
+def test_stacks_in_16_bits_are_not_rounded_by_settings_that_were_left(tmp_path: Path) -> None:
+    """As of a gpt-oss that was trained in bf16 and saved with its base's settings; transformers leaves it so."""
+    folder = write_base(tmp_path, "gpt_oss", num_hidden_layers=2)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(
+        UserError, match=r"experts.down_proj is F32 and config.json says mxfp4; .* take out of config.json"
+    ):
         built(folder, {"router": "all"})
 
 

@@ -80,6 +80,13 @@ def test_an_unknown_rope_type_is_named_with_those_that_are_known(key: str, tmp_p
     assert re.search(r"rope_type 'foo' .* none of default, linear, dynamic, yarn, longrope, llama3", result.err)
 
 
+@pytest.mark.parametrize("theta", [0, -1e4, "1e4", None])
+def test_a_theta_that_is_no_number_above_0_is_named(theta: Any) -> None:
+    config = toy_config("mixtral", rope_parameters={"rope_type": "default", "rope_theta": theta})
+    with pytest.raises(UserError, match=f"rope_theta {theta!r} is no number above 0"):
+        meta_model(config)
+
+
 def test_commands_refuse_before_they_build(tmp_path: Path, moetune: Any) -> None:
     toy_config("deepseek_v3", qk_rope_head_dim=7).save_pretrained(tmp_path)
     for command in (["count", tmp_path], ["predict", tmp_path, "--lora", "4"]):

@@ -95,6 +95,7 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
         ({"hidden_size": 4}, "has no model_type"),
         ({"model_type": "mixtrall"}, "'mixtrall'.*never run.*Did you mean 'mixtral'"),
         ({"model_type": "mixtral", "hidden_size": "many"}, "config.json is not valid.*hidden_size"),
+        ({"model_type": "mixtral", "torch_dtype": "auto"}, r"'auto'; dtype \(torch_dtype\) is bfloat16, float16 or"),
         (
             {"model_type": "mixtral", "num_hidden_layers": 2**31},
             "says 2147483648 layers, and no model has more than 1,000",

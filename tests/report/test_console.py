@@ -1,6 +1,7 @@
 """What is printed is what was given: no markup, no emoji, whatever a path is called."""
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from rich.table import Table
 
 import moetune as package
 from moetune.errors import note
-from moetune.report.console import terminal
+from moetune.report.console import quieten, terminal
 from tests import small
 
 NAME = "x[/]y [bold red]z[/bold red] :key:"
@@ -31,6 +32,16 @@ def test_a_name_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_note_does_not_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     note("one\r\x1b[A", "other")
     assert capsys.readouterr().err == "note: one\\r\\x1b[A\nnote: other\n"
+
+
+def test_what_transformers_logs_twice_is_printed_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    quieten()
+    for text in ("[transformers] of a test\n", "a line\n") * 2:
+        sys.stderr.write(text)
+    assert capsys.readouterr().err == "[transformers] of a test\na line\na line\n"
 
 
 def test_everything_is_printed_there() -> None:

@@ -16,6 +16,12 @@ LORA: dict[str, Any] = {"rank": 2, "alpha": 4, "targets": ["experts"]}
 FP32 = {"base": "fp32", "dtype": "fp32"}
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "a base that holds other weights": ("16 bits", {"lora": LORA}, {"base": "nf4"}, "base: nf4 does not hold"),
+    "a base by parts": (
+        "16 bits",
+        {"lora": LORA},
+        {"base": {"default": "bf16", "parts": {"experts": "fp32"}}},
+        "fp32.* is a section, .*set base: bf16",
+    ),
     "a published base held otherwise": ("nvfp4", {"lora": LORA}, {"base": "nf4"}, r"is published so.*set base: auto"),
     "a base in another format": ("fp8", {"lora": LORA}, {}, r"is published in fp8; give one in nvfp4 or 16 bits"),
     "a quantized base of ours": ("moetune", {"lora": LORA}, {}, r"set model\.path to that checkpoint"),

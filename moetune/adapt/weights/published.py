@@ -213,19 +213,21 @@ class CheckpointReader:
         for name, mapping in self._mappings.items():
             is_apart = mapping.has_experts_apart if name in experts else mapping.conversion is None
             format = self._target.formats[modules[name]] if name in modules else None
-            if not is_apart or format is None or not format.is_read_apart:
+            of_stack = name in experts and not is_apart and not name.endswith("bias")
+            if format is None or not (of_stack or (is_apart and format.is_read_apart)):
                 continue
             for key in mapping.every_key():
                 stored = self._stored[key]
                 if self._is_kept(stored, stored.shape, modules[name]):
                     kept.add(format.name)
-                elif len(stored.shape) == 2:
+                elif len(stored.shape) == 2 or (of_stack and not isinstance(stored, Quantized)):
                     unlike.append((key, format.name))
         for key, storage in unlike:
             if storage in kept or storage == self._published:
                 kind = "in another layout" if isinstance(self._stored[key], Quantized) else self._stored[key].dtype
                 told = f"others are {storage}" if storage in kept else f"config.json says {storage}"
-                yield f"{key} is {kind} and {told}; set model.base: nf4 to quantize all anew"
+                left = "" if storage in kept else ", or take out of config.json what another checkpoint left there"
+                yield f"{key} is {kind} and {told}; set model.base: nf4 to quantize all anew{left}"
 
     def _misfits_apart(self, layer: MoeLayer, mapping: KeyMapping, expected: list[int]) -> Iterator[str]:
         name, count = mapping.parameter, layer.shape.num_experts

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from moetune.config.fields import FilePath, HostSize, Positive, Size, Text, parse_stages
+from moetune.config.fields import FilePath, Gpu, HostSize, Positive, Size, Text, parse_stages
 from moetune.config.schema.section import Section
 
 
@@ -77,8 +77,8 @@ class HardwareConfig(Section):
             predictions. A run adds those whose kernel does not work on its machine (adapt/guard).
     """
 
-    gpu: Text | None = None
-    gpus: tuple[Text, ...] = ()
+    gpu: Gpu | None = None
+    gpus: tuple[Gpu, ...] = ()
     host_memory: HostSize | None = None
     count: Size = 1
     without_kernels: tuple[Text, ...] = ()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moetune.errors import UserError
+from moetune.errors import UserError, shown
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.writers.updates import placed, updates, write_updates
@@ -53,15 +53,22 @@ def complete_config(out: Path, base: Mapping[str, Stored]) -> tuple[str, ...]:
     Nothing is tied, if the weights there hold apart what it ties; and keys by which configurations said the same before
     transformers 5 stand beside those of today (seen in mlx-lm 0.32: without `rope_theta` it takes its own default). No
     configuration there names code (`auto_map`), which is not copied: with `trust_remote_code` it would be looked for.
+    Only a tokenizer that is nothing but code keeps its name, so that no other is taken for it.
     """
+    notes = tuple[str, ...]()
     for file in sorted(out.glob("*config.json")):
         with suppress(UserError):  # those that nothing reads may be damaged
             settings = read_json(file, dict[str, Any])
-            if settings.pop("auto_map", None) is not None:
+            code = settings.pop("auto_map", None)
+            if code and file.name == "tokenizer_config.json" and not (out / "tokenizer.json").is_file():
+                notes += (
+                    f"the base's tokenizer is code, {shown(code)}, which is not copied: copy its .py file yourself",
+                )
+            elif code is not None:
                 _write_json(file, settings)
-    config, notes = read_json(out / "config.json", dict[str, Any]), tuple[str, ...]()
+    config = read_json(out / "config.json", dict[str, Any])
     if any(isinstance(tensor, Quantized) for tensor in base.values()):
-        notes = ("the base is published quantized; all weights are in 16 bits here, unless by export --into",)
+        notes += ("the base is published quantized; all weights are in 16 bits here, unless by export --into",)
     sections = [section for section in (config, config.get("text_config")) if isinstance(section, dict)]
     for section in sections:
         for key, value in _old_keys(section).items():

@@ -194,11 +194,16 @@ def write_updates(
 ) -> set[str]:
     """Write the rows of updates, paired by `placed`, over those of a copy of the base, whose tensors are `output`.
 
-    Returns the names of the tensors that changed.
+    Returns the names of the tensors that changed. Raises `UserError` for values beyond those of float16, if the base
+    has it.
     """
     changed = set()
     for update, mapping in targets:
         for key, start, rows in new_rows(update, mapping, base):
+            if output[key].dtype == "F16" and not rows.half().isfinite().all():
+                raise UserError(
+                    f"{key} would hold values that float16, the type of the base, does not: was it trained so?"
+                )
             output[key].write(rows, start)
             changed.add(key)
             del rows  # before the next update's are computed

@@ -111,6 +111,10 @@ def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) 
         elif file.name not in ("manifest.json", ".moetune") and file.suffix != ".safetensors":
             assert file.read_bytes() == (base / file.name).read_bytes(), file.name
     AutoModelForCausalLM.from_pretrained(merged, trust_remote_code=True)
+    (base / "tokenizer.json").unlink()
+    with_code = export(run.path, "merged", tmp_path / "with_code")
+    assert any("tokenizer is code, {'AutoModelForCausalLM'" in note for note in with_code.notes)
+    assert json.loads((tmp_path / "with_code/tokenizer_config.json").read_text()) == own
     before, after = read_headers(base), read_headers(merged)
     assert {name: (t.file.name, t.offset) for name, t in before.items()} == {
         name: (t.file.name, t.offset) for name, t in after.items()

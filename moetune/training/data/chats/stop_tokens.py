@@ -26,8 +26,8 @@ def stop_ids(
     """Return the sorted ids of the tokens at which generation ends; `generation` is from generation_config.json."""
     holders = (tokenizer, settings, settings.get_text_config(), generation)
     of_holders = [getattr(holder, "eos_token_id", None) for holder in holders]
-    ids = {number for numbers in of_holders for number in (numbers if isinstance(numbers, list) else [numbers])}
-    return sorted(number for number in ids if isinstance(number, int))
+    ids = (number for numbers in of_holders for number in (numbers if isinstance(numbers, list) else [numbers]))
+    return sorted({number for number in ids if isinstance(number, int) and number >= 0})  # -1 stands for no token
 
 
 def turn_ends(ends: Mapping[tuple[str, ...], int], stops: Collection[str]) -> dict[str, int]:

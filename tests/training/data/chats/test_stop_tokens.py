@@ -32,7 +32,9 @@ def test_stop_tokens_of_tokenizer_configuration_and_generation_config(tmp_path: 
     assert stop_tokens(tokenizer, config, None) == {"</s>", "<|observation|>"}
 
 
-@pytest.mark.parametrize("settings", ["[]", '{"eos_token_id": 99999}'])
+@pytest.mark.parametrize(
+    "settings", ["[]", '{"eos_token_id": 99999}', '{"eos_token_id": -1}', '{"eos_token_id": [[1]]}']
+)
 def test_settings_of_generation_without_a_token(settings: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(settings)
     assert stop_tokens(tokenizer_with("<|end|>"), MixtralConfig(eos_token_id=None), str(tmp_path)) == {"</s>"}
