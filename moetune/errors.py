@@ -4,6 +4,7 @@ import difflib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -73,7 +74,8 @@ def note(*texts: str) -> None:
 
 @contextmanager
 def time_limit(what: str, seconds: float = 10.0) -> Iterator[None]:
-    """Raise `UserError` if the body of the `with`, which the message calls `what`, takes longer than `seconds`.
+    """Raise `UserError` if the body of the `with`, which the message calls `what`, takes longer than `seconds`. A limit
+    around it goes on.
 
     The limit is enforced by SIGALRM, which only the main thread receives; on another thread there is no limit.
     """
@@ -84,13 +86,15 @@ def time_limit(what: str, seconds: float = 10.0) -> Iterator[None]:
     def late(*_: Any) -> None:
         raise UserError(f"{what}: no end after {seconds:g} s; simplify it")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    begun, before = time.monotonic(), signal.signal(signal.SIGALRM, late)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 1e-3))
 
 
 @contextmanager

@@ -26,12 +26,13 @@ from moetune.adapters.files import StoredAdapter, say
 from moetune.adapters.sketch import differing
 from moetune.adapters.stacked import ORDERS, Order, named_order
 from moetune.compat.peft import is_targeted, targets_module
-from moetune.errors import UserError, counted, first_of
+from moetune.errors import UserError, counted, first_of, time_limit
 from moetune.models.moe import MoeLayer
 
 LAYOUTS = (*ORDERS, "per-expert", "3d")
 """Names of the layouts, which are the values of `--from`."""
 
+_PATTERNS = "a pattern in adapter_config.json"
 _OF_TOWER = "is of a part that text never reaches, which is not read: merge with PEFT (merge_and_unload)"
 
 Pair = tuple[str, Tensor, Tensor]
@@ -79,7 +80,7 @@ def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) ->
         UserError: names and shapes allow two layouts, or none; or `layout` is not one of those that they allow.
     """
     parsed = _Reader(without_idle_towers(stored, base), base, layout).read()
-    with suppress(ValueError):  # settings that PEFT refuses
+    with suppress(ValueError), time_limit(_PATTERNS):  # settings that PEFT refuses
         if ignored := left_out(stored, parsed):
             parts = " ".join(first_of(ignored, 1))
             say(f"warning: {stored}: its settings leave out {parts}; PEFT ignores such factors, and moetune reads them")
@@ -190,7 +191,7 @@ class _Reader:
         # each expert's projection may have the name of a dense layer's, and be all that the target meant
         of_experts = {unwrapped(name.partition(".lora_")[0]) for name in self.stored.tensors} - linears.keys()
         leaves = {path.rpartition(".")[2] for path in of_experts}
-        with suppress(ValueError):  # settings that PEFT refuses
+        with suppress(ValueError), time_limit(_PATTERNS):  # settings that PEFT refuses
             for path in linears:
                 if (leaf := path.rpartition(".")[2]) not in leaves and targets_module(settings, path):
                     named["target_modules", leaf].add(path)

@@ -420,6 +420,8 @@ def test_a_pattern_that_never_ends(made: Path, tmp_path: Path, moetune: Any, mon
     monkeypatch.setattr("moetune.errors.time_limit.__wrapped__.__defaults__", (0.5,))
     found, err = answer(moetune, monkeypatch, "eval", folder, "adapter")
     assert (found, "no end after 0.5 s" in err) == (REFUSED, True), err
+    checked = moetune("adapter", "check", made / "model", folder / "adapter")
+    assert (checked.code, "no end after 0.5 s" in checked.err) == (2, True)
 
 
 def test_scores_of_another_base(made: Path, tmp_path: Path, moetune: Any) -> None:
