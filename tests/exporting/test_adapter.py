@@ -210,6 +210,14 @@ def test_only_what_has_factors_changes_in_the_base(tmp_path: Path) -> None:
     assert not (tmp_path / "damaged").exists()
 
 
+def test_an_update_that_rounding_takes_away_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2, dtype=torch.bfloat16)
+    of = base_in(base)
+    write(tmp_path / "adapter", make_adapter(of), of, "peft", lambda _, settings: settings.update(lora_alpha=1e-9))
+    assert merge_adapter(str(base), tmp_path / "adapter", tmp_path / "merged").tensors == 0
+    assert "warning: the base's weights stay as they are" in capsys.readouterr().err
+
+
 def test_values_beyond_float16_are_not_written(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2, dtype=torch.float16)
     of = base_in(base)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.weights.target import out_in
-from moetune.errors import UserError
+from moetune.errors import UserError, note
 from moetune.experts.bank import ExpertBank
 from moetune.exporting.finished_run import FinishedRun
 from moetune.formats.base import Quantized
@@ -194,17 +194,22 @@ def write_updates(
 ) -> set[str]:
     """Write the rows of updates, paired by `placed`, over those of a copy of the base, whose tensors are `output`.
 
-    Returns the names of the tensors that changed. Raises `UserError` for values beyond those of float16, if the base
-    has it.
+    Returns the names of the tensors that changed; a warning is printed if rounding to their dtype left none. Raises
+    `UserError` for values beyond those of float16, if the base has it.
     """
     changed = set()
     for update, mapping in targets:
         for key, start, rows in new_rows(update, mapping, base):
-            if output[key].dtype == "F16" and not rows.half().isfinite().all():
+            stored = output[key]
+            if stored.dtype == "F16" and not rows.half().isfinite().all():
                 raise UserError(
                     f"{key} would hold values that float16, the type of the base, does not: was it trained so?"
                 )
-            output[key].write(rows, start)
-            changed.add(key)
+            by_row = ((stored.as_written(row), stored.rows(at, at + 1)) for at, row in enumerate(rows.split(1), start))
+            if key not in changed and not all(torch.equal(new, old) for new, old in by_row):
+                changed.add(key)
+            stored.write(rows, start)
             del rows  # before the next update's are computed
+    if not changed:
+        note("warning: the base's weights stay as they are: what was trained is too small for their dtype")
     return changed
