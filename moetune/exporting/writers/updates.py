@@ -205,11 +205,18 @@ def write_updates(
                 raise UserError(
                     f"{key} would hold values that float16, the type of the base, does not: was it trained so?"
                 )
-            by_row = ((stored.as_written(row), stored.rows(at, at + 1)) for at, row in enumerate(rows.split(1), start))
-            if key not in changed and not all(torch.equal(new, old) for new, old in by_row):
+            if key not in changed and not _holds(stored, rows, start):
                 changed.add(key)
             stored.write(rows, start)
             del rows  # before the next update's are computed
     if not changed:
         note("warning: the base's weights stay as they are: what was trained is too small for their dtype")
     return changed
+
+
+def _holds(stored: Stored, rows: Tensor, start: int) -> bool:
+    _, step = next(stored.blocks())
+    return all(
+        torch.equal(stored.as_written(part), stored.rows(at, at + len(part)))
+        for at, part in zip(range(start, start + len(rows), step), rows.split(step), strict=True)
+    )
