@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 _MOST_BYTES = 4000
@@ -70,6 +71,10 @@ def note(*texts: str) -> None:
     control characters escaped."""
     for text in texts:
         print("" if text.startswith("warning: ") else "note: ", printable(text), sep="", file=sys.stderr)
+
+
+note_once = cache(note)
+"""`note` of texts that a process prints once, however often it meets their cause."""
 
 
 @contextmanager

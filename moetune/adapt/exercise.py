@@ -17,7 +17,7 @@ import torch
 from moetune.adapt.build import build
 from moetune.adapt.guard.comparison import CallsSeen, compare_call
 from moetune.kernels.registry import Operator
-from moetune.models.stack import OnOtherRank, made_alike
+from moetune.models.stack import AbsentTable, made_alike
 from moetune.run.kinds import kinds_of
 from moetune.run.resolve import ResolvedRun, resolve
 
@@ -38,11 +38,12 @@ def exercise(run: ResolvedRun, device: torch.device, compute: Callable[[Operator
     layers = {*map(made.index, made)}
     for kind, _ in Counter(kinds).most_common(_MOST_KINDS):
         layers |= {kinds.index(kind), lasts[kind]}  # the input of the model's first layer has no gradient
+    tables = run.tables_on_host
     run = run.without_layers(set(range(len(kinds))) - layers)
     plain = run.model.plain
-    for path in replace(run).tables_on_host:  # no kernel reads them, and to draw 95 GiB of n-grams takes minutes
+    for path in tables:  # no kernel reads them, and to draw 95 GiB of n-grams takes minutes
         if f"{path}.weight" != run.embedding:
-            plain.set_submodule(path, OnOtherRank(plain.get_submodule(path)))
+            plain.set_submodule(path, AbsentTable(plain.get_submodule(path)))
     adapted = build(run, device, compares=False)
     with torch.no_grad():
         for parameter in adapted.trainable().values():

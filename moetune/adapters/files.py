@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from re import Pattern
 from typing import Annotated, Any, TypeVar
@@ -24,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from moetune.errors import UserError, first_of, note, reading, shown
+from moetune.errors import UserError, first_of, note_once, reading, shown
 from moetune.json_files import first_problem, parse_json, read_json
 from moetune.tensor_files import DTYPES, Stored, create_file, read_header, refuse_not_finite
 
@@ -62,7 +61,6 @@ _OTHER_FILES = {
     ),
 }
 """Name of a file of weights that stands in place of PEFT's -> what it is, and what to do."""
-say = cache(note)
 _OTHER_NAME = re.compile(
     r"(?:(?<=\.lora_[AB])|(?<=\.modules_to_save))\.default(?=\.)|(?<=\.lora_[AB])\.[\w-]+(?=\.weight$)"
 )
@@ -184,7 +182,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
                 "it would be ignored; merge the adapter with the program that wrote it"
             )
         if setting not in (None, False, "", [], {}) and key not in (*_SETTINGS, "lora_B_layout"):
-            say(f"{where}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting of PEFT, and not read")
+            note_once(f"{where}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting of PEFT, and not read")
     header = read_header(folder / WEIGHTS_FILE)
     _refuse_unread(folder, header)
     refuse_not_finite(header)
@@ -194,10 +192,10 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
         raise UserError(f"{where}: {WEIGHTS_FILE} holds no tensor")
     weights = {file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth")}
     if unread := sorted(name for name in weights if not name.startswith(_STATES)):
-        say(f"{where}: {' and '.join(first_of(unread))} beside {WEIGHTS_FILE} is not read, nor what it trained")
+        note_once(f"{where}: {' and '.join(first_of(unread))} beside {WEIGHTS_FILE} is not read, nor what it trained")
     halves = [any(tensors[name].any() for name in tensors if f".lora_{half}" in name) for half in "AB"]
     if not all(halves) and all(".lora_" in name for name in tensors):
-        say(f"{where}: one of the factors A and B is zero everywhere, so it changes nothing: was it trained?")
+        note_once(f"{where}: one of the factors A and B is zero everywhere, so it changes nothing: was it trained?")
     rows = [tensor.shape[-2] for name, tensor in tensors.items() if ".lora_A" in name and tensor.ndim > 1]
     try:
         scales = Scales.model_validate(settings)

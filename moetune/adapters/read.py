@@ -22,11 +22,11 @@ from torch import Tensor
 from moetune.adapters.base import AdapterBase, sizes_of, stacks_of
 from moetune.adapters.evidence import sign_of
 from moetune.adapters.factors import GATE_UP, Adapter, Factors, fused
-from moetune.adapters.files import StoredAdapter, say
+from moetune.adapters.files import StoredAdapter
 from moetune.adapters.sketch import differing
 from moetune.adapters.stacked import ORDERS, Order, named_order
 from moetune.compat.peft import is_targeted, targets_module
-from moetune.errors import UserError, counted, first_of, time_limit
+from moetune.errors import UserError, counted, first_of, note_once, time_limit
 from moetune.models.moe import MoeLayer
 
 LAYOUTS = (*ORDERS, "per-expert", "3d")
@@ -82,8 +82,8 @@ def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) ->
     parsed = _Reader(without_idle_towers(stored, base), base, layout).read()
     with suppress(ValueError), time_limit(_PATTERNS):  # settings that PEFT refuses
         if ignored := left_out(stored, parsed):
-            parts = " ".join(first_of(ignored, 1))
-            say(f"warning: {stored}: its settings leave out {parts}; PEFT ignores such factors, and moetune reads them")
+            unread = f"its settings leave out {' '.join(first_of(ignored, 1))}"
+            note_once(f"warning: {stored}: {unread}; PEFT ignores such factors, and moetune reads them")
     return parsed
 
 
@@ -98,7 +98,7 @@ def without_idle_towers(stored: StoredAdapter, base: AdapterBase) -> StoredAdapt
     if not idle:
         return stored
     what = f"factors of {counted(len(idle), 'module')}, as {min(idle)}"
-    say(f"{stored}: {what}, are zero and not read: text never reaches them")
+    note_once(f"{stored}: {what}, are zero and not read: text never reaches them")
     kept = {name: tensor for name, tensor in stored.tensors.items() if name.partition(".lora_")[0] not in idle}
     return replace(stored, tensors=kept)
 

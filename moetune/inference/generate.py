@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, StopStringCriteria, TextStreamer
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
-from moetune.errors import UserError, note, reading
+from moetune.errors import UserError, note, note_once, reading
 from moetune.inference.opened import Opened, open_model
 from moetune.json_files import first_problem
 from moetune.training.data.chats.chat_template import ChatTemplate
@@ -28,7 +27,6 @@ _OTHERS = re.compile(
     "return_|assistant_|num_assistant_|target_lookbehind$|.*compile"
 )
 """Settings of `generation_config.json` that options of the commands stand for, or that change no text."""
-_say = cache(note)
 Message = dict[str, Any]
 """A chat message: `role` and `content`."""
 
@@ -184,7 +182,7 @@ def _text(name: str, tokenizer: Any, ids: list[int]) -> str:
         apart = ChatTemplate(tokenizer).told_apart(tokenizer.decode(ids), within)
         if apart is not None:
             return apart
-    _say(f"special tokens within a text of {name!r} are left out of it: {', '.join(within)}")
+    note_once(f"special tokens within a text of {name!r} are left out of it: {', '.join(within)}")
     return plain
 
 
@@ -272,5 +270,5 @@ def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
     given = {} if settings is None else settings.to_dict()
     unread = [key for key, value in given.items() if value not in _NEUTRAL and not _OTHERS.match(key)]
     if keys := ", ".join(key for key in unread if key not in _Sampling.model_fields):
-        _say(f"generation_config.json of {name!r}: {keys}: not applied")
+        note_once(f"generation_config.json of {name!r}: {keys}: not applied")
     return GenerationConfig(**{key: value for key, value in valid.model_dump().items() if value not in (None, [], "")})

@@ -129,8 +129,8 @@ class _End(LeftOut):
         raise _Reached(hidden_states)
 
 
-class OnOtherRank(nn.Module):
-    """Replacement for the embedding or the LM head on ranks without it; other attributes are read from the original.
+class AbsentTable(nn.Module):
+    """Replacement for an embedding or LM head whose weights this process lacks; other attributes are the original's.
 
     Called with token ids, it returns zeros [..., hidden] that take the memory of one element: the stage replaces them.
     They are on the `device` of the stage: the code of Llama 4 has sent the ids to the original's, meta.
@@ -147,8 +147,8 @@ class OnOtherRank(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "OnOtherRank":
-        return OnOtherRank(self._module)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AbsentTable":
+        return AbsentTable(self._module)
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros((), dtype=self.dtype, device=self.device or ids.device).expand(*ids.shape, self.width)
@@ -177,7 +177,7 @@ class StageLayers:
         try:
             self._last.hidden = hidden
             embedding = self._model.get_input_embeddings()
-            if isinstance(embedding, OnOtherRank) and hidden is not None:
+            if isinstance(embedding, AbsentTable) and hidden is not None:
                 embedding.device = hidden.device
             for path, module in self._swaps.items():
                 self._model.set_submodule(path, module)

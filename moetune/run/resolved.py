@@ -22,7 +22,7 @@ from moetune.models.hub.key_mapping import published_paths
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
 from moetune.models.source import ModelSource
-from moetune.models.stack import OnOtherRank, every_layer, leave_out
+from moetune.models.stack import AbsentTable, every_layer, leave_out
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES, DeviceType
 from moetune.run.keeps import NOTHING, Kept, is_open, kept_by_layer, recomputes_layers, section_of
@@ -347,7 +347,7 @@ class ResolvedRun:
         # the head of a tied embedding is the same tensor
         absent = [name for name in (self.embedding, f"{head}.weight") if not has(tied.get(name, name))]
         for path in (name.removesuffix(".weight") for name in absent):
-            plain.set_submodule(path, OnOtherRank(plain.get_submodule(path)))
+            plain.set_submodule(path, AbsentTable(plain.get_submodule(path)))
         if len(absent) == 2:
             plain.all_tied_weights_keys = {}
         structure = run.structure.where(lambda name, layer: layer is not None or has(name))

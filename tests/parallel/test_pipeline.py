@@ -19,7 +19,7 @@ from moetune.exporting.export import export
 from moetune.memory.predict import predict_memory
 from moetune.models.catalog.gpus import find_gpu
 from moetune.models.dry_run import flow_of
-from moetune.models.stack import OnOtherRank, StageLayers, every_layer
+from moetune.models.stack import AbsentTable, StageLayers, every_layer
 from moetune.models.structure import meta_model
 from moetune.planning.predictor import Predictor
 from moetune.run.resolve import resolve
@@ -240,7 +240,7 @@ def test_stages_compute_what_the_model_does_or_are_refused(model_type: str) -> N
         for layers in (range(count // 2), range(count // 2, count)):
             stage = StageLayers(whole, layers)
             if hidden is not None:
-                whole.set_submodule(path, OnOtherRank(copy.deepcopy(embedding).to("meta")))
+                whole.set_submodule(path, AbsentTable(copy.deepcopy(embedding).to("meta")))
             with stage.entered(hidden):
                 if not stage.is_last:
                     hidden = stage.hidden_states({"input_ids": ids})

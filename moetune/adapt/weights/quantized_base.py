@@ -35,7 +35,7 @@ from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
 from moetune.models.quantized_manifest import REST, QuantizedManifest
-from moetune.models.stack import LeftOut, OnOtherRank
+from moetune.models.stack import AbsentTable, LeftOut
 from moetune.models.structure import tied_names
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedModel, ResolvedRun
@@ -228,7 +228,7 @@ def _fill(
 ) -> None:
     model = target.model
     unread = set(model.state_dict())
-    elsewhere = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LeftOut | OnOtherRank))
+    elsewhere = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LeftOut | AbsentTable))
     files = [folder / name for name in sorted(manifest.files)]
     size, done = sum(file.stat().st_size for file in files), 0
     in_4bit: dict[str, dict[str, Tensor]] = {}
