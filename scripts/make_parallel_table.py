@@ -22,11 +22,11 @@ def main() -> None:
     start_server()
     with tempfile.TemporaryDirectory() as folder:
         model = small.write_model(Path(folder) / "model")
-        alone = world.run(1, layouts.every_case, {}, model, layouts.CASES)[0]
+        alone = world.run(1, layouts.every_case, {}, model)[0]
         rows = []
         for name, parallel in (layouts.LAYOUTS | layouts.DEEPSPEED).items():
             ranks = layouts.config_of(parallel, layouts.CASES[0], model).parallel.ranks
-            found = world.run(ranks, layouts.every_case, parallel, model, layouts.CASES)
+            found = world.run(ranks, layouts.every_case, parallel, model)
             rows.append(layouts.row(name, found, alone))
             print(rows[-1], flush=True)
     write_table([layouts.HEADER, *rows], ROOT / "docs/reference/parallel.md")

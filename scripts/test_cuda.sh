@@ -45,12 +45,13 @@ if [ -z "${CUDA_VENV:-}" ]; then
 fi
 python=$venv/bin/python
 
-# The driver's name, so that it also is the libcuda.so.1 that other libraries ask for.
+# The driver's name, so that it also is the libcuda.so.1 that other libraries ask for; and it is NVML.
 folder=$(mktemp -d)
 trap 'rm -r "$folder"' EXIT
 headers=$("$python" -c 'import nvidia.cu13, pathlib; print(pathlib.Path(nvidia.cu13.__path__[0]) / "include")')
 cc -O2 -shared -fPIC -Wall -I"$headers" -Itests/nullcuda -Wl,-soname,libcuda.so.1 \
   -o "$folder/libcuda.so.1" tests/nullcuda/device.c -ldl -lpthread
+ln -s libcuda.so.1 "$folder/libnvidia-ml.so.1"
 
 workers=${PYTEST_WORKERS:-2}
 options=(-n "$workers" --dist worksteal ${all:+--all})
@@ -58,7 +59,7 @@ options=(-n "$workers" --dist worksteal ${all:+--all})
 export TRITON_LIBCUDA_PATH=$folder TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$(realpath "$venv")/triton}
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD
 echo "==> pytest on the null device"
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True LD_PRELOAD=$folder/libcuda.so.1 \
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True LD_PRELOAD=$folder/libcuda.so.1 LD_LIBRARY_PATH=$folder \
   "$python" -m pytest "${options[@]}" -m "gpu or nullcuda or ptx" tests/gpu tests/nullcuda tests/ptx "$@"
 if [ -n "$all" ]; then
   for version in 3.8.0 3.9.0; do

@@ -419,6 +419,7 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *activ
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = (CUcontext)1, 0; }
 CUresult cuCtxGetCurrent(CUcontext *context) { return *context = (CUcontext)1, 0; }
+CUresult cuCtxGetDevice(CUdevice *device) { return *device = 0, 0; }
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr p) { return *(int *)value = 0, 0; }
 CUresult cuGetErrorString(CUresult result, const char **text) {
     return *text = result == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory" : result ? "launch failed" : "none", 0;
@@ -447,6 +448,14 @@ STUB(cuFuncSetAttribute) STUB(cuFuncSetCacheConfig) STUB(cuLaunchKernel)
 STUB(cuLaunchCooperativeKernel) STUB(cuLinkCreate_v2) STUB(cuLinkAddData_v2) STUB(cuLinkComplete) STUB(cuLinkDestroy)
 STUB(cuModuleLoad) STUB(cuModuleLoadData) STUB(cuModuleLoadDataEx) STUB(cuModuleUnload)
 STUB(cuOccupancyMaxActiveBlocksPerMultiprocessor) STUB(cuOccupancyMaxActiveClusters) STUB(cuTensorMapEncodeTiled)
+
+// --- NVML: torch 2.14 asks it, before it maps memory, whether the card is on a fabric --------------------------------
+
+#define REFUSED(name) int name(void) { return 3; }  // NVML_ERROR_NOT_SUPPORTED
+
+STUB(nvmlInit_v2) STUB(nvmlDeviceGetHandleByPciBusId_v2)
+REFUSED(nvmlDeviceGetGpuFabricInfoV) REFUSED(nvmlDeviceGetComputeRunningProcesses) REFUSED(nvmlSystemGetCudaDriverVersion_v2)
+REFUSED(nvmlDeviceGetNvLinkRemoteDeviceType) REFUSED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
 
 // --- cuBLAS: products count as launches, on whichever stream; torch gives it the workspaces -----------------------
 

@@ -9,15 +9,9 @@ from tests.parallel import layouts, world
 
 
 @pytest.fixture(scope="session")
-def cases(pytestconfig: pytest.Config) -> list[layouts.Case]:
-    """What layouts are tried with."""
-    return layouts.CASES if pytestconfig.getoption("--all") else layouts.ON_A_PUSH
-
-
-@pytest.fixture(scope="session")
-def alone(small_model: Path, cases: list[layouts.Case]) -> dict[layouts.Case, layouts.Outcome]:
+def alone(small_model: Path) -> dict[layouts.Case, layouts.Outcome]:
     """What one process takes, by case: what every layout is compared with."""
-    return dict(zip(cases, world.run(1, layouts.every_case, {}, small_model, cases)[0], strict=True))
+    return dict(zip(layouts.CASES, world.run(1, layouts.every_case, {}, small_model)[0], strict=True))
 
 
 @pytest.fixture

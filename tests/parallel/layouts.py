@@ -39,10 +39,6 @@ BASES = ("fp32", "nf4")
 Case = tuple[str, str]
 """What trains (`tests.small.ADAPT`), and the precision of the base."""
 CASES: list[Case] = [(adapt, base) for base in BASES for adapt in small.ADAPT]
-ON_A_PUSH: list[Case] = [("router", "fp32"), ("experts", "nf4"), ("lora", "nf4")]
-"""Of these; the ones with nf4 are measured too."""
-
-
 TOLERANCE = 1e-5
 """Of losses and norms relative, of weights absolute (they move by up to 1e-3)."""
 _COLUMNS = " | ".join(f"{adapt}, {base}" for adapt, base in CASES)
@@ -76,12 +72,12 @@ def config_of(parallel: dict[str, Any], case: Case, model: Path) -> RunConfig:
     )
 
 
-def every_case(parallel: dict[str, Any], model: Path, cases: list[Case]) -> list[Outcome]:
+def every_case(parallel: dict[str, Any], model: Path) -> list[Outcome]:
     """On one of the layout's ranks: steps on the batches of one process, then measured ones with one of the bases."""
     outcomes = []
-    ranks = Ranks.join(config_of(parallel, cases[0], model).parallel, "cpu")
+    ranks = Ranks.join(config_of(parallel, CASES[0], model).parallel, "cpu")
     packs = parallel.get("tp", 1) == 1 and (parallel.get("engine"), parallel.get("zero")) != ("deepspeed", 3)
-    for case in cases:
+    for case in CASES:
         config = config_of(parallel, case, model)
         outcome = Outcome()
         try:
@@ -95,7 +91,7 @@ def every_case(parallel: dict[str, Any], model: Path, cases: list[Case]) -> list
 
 
 def every_prediction(
-    parallel: dict[str, Any], model: Path, cases: list[Case], counts: list[list[predicted.Counts | None]]
+    parallel: dict[str, Any], model: Path, counts: list[list[predicted.Counts | None]]
 ) -> list[dict[int, predicted.Solution]]:
     """The memory and messages of ranks in each case, predicted in one process: of the last, and where experts train of
     the last of each kind.
@@ -104,7 +100,7 @@ def every_prediction(
         counts: what the experts received, by case and rank.
     """
     found = []
-    for case, of_case in zip(cases, counts, strict=True):
+    for case, of_case in zip(CASES, counts, strict=True):
         if of_case[-1] is None:
             found.append({})
             continue

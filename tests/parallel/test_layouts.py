@@ -12,29 +12,22 @@ from tests.parallel.layouts import CASES, DEEPSPEED, LAYOUTS
 from tests.parallel.test_deepspeed import with_deepspeed
 
 Alone = dict[layouts.Case, layouts.Outcome]
-ON_A_PUSH = ("ep 2",)
-"""Experts divided, and all else sharded. Four ranks are below; tp, ZeRO and DeepSpeed are in test_runs.py and
-test_predict.py on a push too."""
 
 
 def every_layout() -> list[Any]:
-    marks = {name: [pytest.mark.full] for name in (*LAYOUTS, *DEEPSPEED) if name not in ON_A_PUSH}
-    return [
-        pytest.param(name, marks=[*marks.get(name, []), *([with_deepspeed] if name in DEEPSPEED else [])])
-        for name in (*LAYOUTS, *DEEPSPEED)
-    ]
+    return [pytest.param(name, marks=[with_deepspeed] if name in DEEPSPEED else []) for name in (*LAYOUTS, *DEEPSPEED)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full  # on a push four ranks are below, a command's two in test_commands.py, more in test_runs.py
 @pytest.mark.parametrize("name", every_layout())
-def test_a_layout(name: str, alone: Alone, cases: list[layouts.Case], small_model: Path, sharded: Path) -> None:
+def test_a_layout(name: str, alone: Alone, small_model: Path, sharded: Path) -> None:
     parallel = LAYOUTS[name] if name in LAYOUTS else DEEPSPEED[name] | {"deepspeed": str(sharded)}
-    ranks = layouts.config_of(parallel, cases[0], small_model).parallel.ranks
-    found = world.run(ranks, layouts.every_case, parallel, small_model, cases)
-    counts = [[found[rank][case].counts for rank in range(ranks)] for case in range(len(cases))]
-    assert cases != CASES or layouts.row(name, found, [*alone.values()]) in layouts.PAGE.read_text(encoding="utf-8")
-    predictions = world.run(1, layouts.every_prediction, parallel, small_model, cases, counts)[0]
-    for number, case in enumerate(cases):
+    ranks = layouts.config_of(parallel, CASES[0], small_model).parallel.ranks
+    found = world.run(ranks, layouts.every_case, parallel, small_model)
+    counts = [[found[rank][case].counts for rank in range(ranks)] for case in range(len(CASES))]
+    assert layouts.row(name, found, [*alone.values()]) in layouts.PAGE.read_text(encoding="utf-8")
+    predictions = world.run(1, layouts.every_prediction, parallel, small_model, counts)[0]
+    for number, case in enumerate(CASES):
         assert [outcome[number].refused for outcome in found] == [refusal(name, case, found[0][number])] * ranks
         if found[0][number].refused:
             continue
@@ -53,11 +46,12 @@ def test_a_layout(name: str, alone: Alone, cases: list[layouts.Case], small_mode
 
 
 @pytest.mark.parametrize("name", [pytest.param("fsdp 2", marks=pytest.mark.full), "ep 2 × fsdp 2"])
-def test_without_checkpointing(name: str, alone: Alone, small_model: Path) -> None:
+def test_without_checkpointing(name: str, small_model: Path) -> None:
     parallel, case = LAYOUTS[name], ("experts", "nf4")
+    (alone,) = world.run(1, layouts.few_steps, {}, case, small_model)
     ranks = layouts.config_of(parallel, case, small_model).parallel.ranks
     for taken in world.run(ranks, layouts.few_steps, parallel, case, small_model, {"checkpointing": "none"}):
-        assert layouts.difference(taken, alone[case].taken) < layouts.TOLERANCE
+        assert layouts.difference(taken, alone) < layouts.TOLERANCE
 
 
 SEVERAL = ("fsdp 2", "zero 2", "tp 2 × ep 2", "deepspeed, zero 2")
@@ -95,6 +89,7 @@ def refusal(name: str, case: layouts.Case, outcome: layouts.Outcome) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_the_cases_clip_and_move(alone: Alone, small_model: Path) -> None:
     """Or they would show nothing: the norm is above the bound in one of the cases, and below in another."""
     bound = layouts.config_of({}, CASES[0], small_model).train.max_grad_norm

@@ -81,6 +81,9 @@ class Driver:
     def load_binary(self, *_: Any) -> tuple[object, Compiled, int, int, int]:
         return object(), self._loading, 0, 0, 1024
 
+    def unload_module(self, module: object) -> None:  # asked since Triton 3.8
+        pass
+
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """Return a function that launches a compiled kernel, with the arguments that Triton gives it."""
         types = [*source.signature.values()]

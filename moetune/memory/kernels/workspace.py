@@ -3,7 +3,7 @@
 `Trace.workspaces` has cuBLAS's (`cublas_workspace` in gpus.yaml), which is allocated once for each thread. Here
 sizes are as requested from the allocator, before rounding. All workspaces of an operation are alive at once, beside its
 outputs, and freed when it returns. Each private function yields the workspaces of one operation from its arguments and
-names its source: the file and function of torch 2.11 to 2.13 that allocates.
+names its source: the file and function of torch 2.11 to 2.14 that allocates.
 
 Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v] for batch B, heads h, key-value heads h_kv,
 lengths S and S_k, head sizes d and d_v; gradients are those of the output, [B, h, S, d_v].
@@ -268,9 +268,11 @@ def _sorted_positions(capability: Capability, numbers: Tensor, count: int) -> It
     yield -(-numbers.numel() // 512) * FLOAT * (1 << (count - 1).bit_length())
 
 
-HOST_OUTPUTS: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
+HOST_OUTPUTS: dict[Any, tuple[int, ...]] = (
+    {aten._scaled_dot_product_efficient_attention.default: (2, 3)} if torch.__version__ < "2.14" else {}
+)
 """Operator -> indices of its outputs in host memory: the seed and the offset of dropout (cuda/attention.cu:
-_efficient_attention_forward)."""
+_efficient_attention_forward), which torch 2.14 has on the GPU."""
 _BEFORE: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
 """Operator -> function that yields the workspaces allocated before its output."""
 _AFTER: dict[Any, Callable[..., Iterator[int]]] = {
