@@ -4,8 +4,9 @@
 #
 #     bash scripts/test_cuda.sh [--all] [OPTIONS OF PYTEST]
 #
-# Makes .venv-cuda beside .venv: Python 3.12 and torch 2.11, the other end of what moetune supports; two minutes and
-# 5.5 GB. Does nothing when the same was installed before. CUDA_VENV names another environment, which is taken as it is.
+# Makes .venv-cuda beside .venv: Python 3.12 and torch 2.11, the oldest that moetune supports (CUDA_TORCH: another, as
+# 2.14.1, the newest); two minutes and 5.5 GB. Does nothing when the same was installed before. CUDA_VENV names another
+# environment, which is taken as it is.
 # --all: every combination and every full-size case instead of a sample, the kernels by other versions of Triton, and the
 # ordinary tests on these versions too.
 set -euo pipefail
@@ -22,9 +23,9 @@ if ! command -v cc >/dev/null; then
   exit 1
 fi
 
-venv=${CUDA_VENV:-.venv-cuda}
+venv=${CUDA_VENV:-.venv-cuda} torch=${CUDA_TORCH:-2.11.0}
 if [ -z "${CUDA_VENV:-}" ]; then
-  wanted=$(cat pyproject.toml scripts/constraints.txt; echo "torch: 2.11.0")
+  wanted=$(cat pyproject.toml scripts/constraints.txt; echo "torch: $torch")
   stamp=$venv/installed
   if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     . scripts/find_python.sh
@@ -37,7 +38,7 @@ if [ -z "${CUDA_VENV:-}" ]; then
     echo "==> installing into $venv (two minutes, 5.5 GB)"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     # torch for CUDA asks for a Triton of its own
-    sed 's/^torch==.*/torch==2.11.0/; /^triton==/d' scripts/constraints.txt >"$venv/constraints.txt"
+    sed "s/^torch==.*/torch==$torch/; /^triton==/d" scripts/constraints.txt >"$venv/constraints.txt"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt" \
       --editable . pytest pytest-xdist hypothesis lomo-optim tensorboard trl
     echo "$wanted" >"$stamp"
