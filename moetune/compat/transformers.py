@@ -356,8 +356,13 @@ class LoadingQuantizer(HfQuantizer):
     def is_qat_trainable(self) -> bool:
         return True
 
-    def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any]:
-        self._device = torch.device((device_map or {}).get("", "cpu"))
+    def update_device_map(self, device_map: dict[str, Any] | str | None) -> dict[str, Any]:
+        if isinstance(device_map, str):  # "auto" and others that divide a model
+            device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
+        device, *more = {*device_map.values()} if device_map else {"cpu"}
+        if more:
+            raise ValueError(f"device_map has {1 + len(more)} devices, and one holds the whole model: name that alone")
+        self._device = torch.device(device)
         return {"": "meta"}
 
     def preprocess_model(self, model: PreTrainedModel, dtype: Any = None, **given: Any) -> None:
