@@ -180,11 +180,6 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
             f"model {path!r}: no config.json in it; give the folder that from_pretrained would load"
             f"{of_another_format(folder)}"
         )
-    if (folder / "adapter_model.safetensors").is_file():
-        raise UserError(
-            f"model {path!r} holds an adapter beside its config.json, which would not be read; move the "
-            "adapter's files to a folder of their own, for adapt.start_from or moetune adapter merge"
-        )
     raw = read_json(file, dict[str, Any], f"model {path!r}: config.json")
     layers = max(_layers_in(raw), default=0)
     if layers > _MOST_LAYERS:
@@ -198,6 +193,11 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         raise UserError(
             f"model {path!r}: transformers does not know model type {raw['model_type']!r}, and code from a "
             f"model folder is never run.{hint}"
+        )
+    if (folder / "adapter_model.safetensors").is_file():
+        raise UserError(
+            f"model {path!r} holds an adapter beside its config.json, which would not be read; move the "
+            "adapter's files to a folder of their own, for adapt.start_from or moetune adapter merge"
         )
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -26,15 +26,16 @@ def stock(adapted: Adapted, out: Path, steps: int) -> Any:
     return Trainer(adapted.model, TrainingArguments(out, max_steps=steps, **OPTIONS), train_dataset=rows)  # type: ignore[arg-type]
 
 
-def dpo(adapted: Adapted, out: Path, steps: int) -> Any:
+def dpo(adapted: Adapted, out: Path, steps: int, **more: Any) -> Any:
     from trl import DPOConfig, DPOTrainer
 
     pairs = {"prompt": ["Two experts"] * 8, "chosen": [" take each token."] * 8, "rejected": [" rest."] * 8}
     arguments = moetune.trl_arguments(adapted.run, "dpo") | OPTIONS | {"output_dir": str(out), "max_steps": steps}
     return DPOTrainer(
         moetune.trl_model(adapted),
-        args=DPOConfig(**arguments),
+        args=DPOConfig(**arguments | more),
         train_dataset=Dataset.from_dict(pairs),
+        eval_dataset=Dataset.from_dict(pairs),
         processing_class=moetune.trl_tokenizer(adapted.run),
     )
 
@@ -59,9 +60,21 @@ def test_a_trainer_resumes(adapt: dict[str, Any], trainer: Callable[..., Any], t
     resumed = trained(tmp_path / "again", 2, checkpoint)
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.items())
-    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+    (weights,) = checkpoint.glob("*model.safetensors")
+    with safe_open(weights, "pt") as file:
         assert set(file.keys()) == whole.keys()
     with pytest.raises(ValueError, match="moetune-adapted"):
         AutoModelForCausalLM.from_pretrained(checkpoint)
     with pytest.raises(moetune.UserError, match="moetune-adapted"):
         moetune.count(str(checkpoint))
+
+
+def test_the_best_checkpoint_is_taken_at_the_end(tmp_path: Path) -> None:
+    raw = {"model": {"path": "tiny-mixtral", "base": "nf4"}, "adapt": {"router": "all"}}
+    adapted = moetune.build(moetune.RunConfig.model_validate(raw | {"train": {"sequence_length": 32}}), "cpu")
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = dpo(adapted, tmp_path, 2, eval_strategy="steps", eval_steps=1, **best)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    with safe_open(tmp_path / "checkpoint-1/adapter_model.safetensors", "pt") as file:
+        assert all(torch.equal(tensor, file.get_tensor(name)) for name, tensor in adapted.learned().items())
