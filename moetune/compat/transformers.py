@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -61,19 +61,19 @@ def save_what_trains(model: PreTrainedModel, names: Iterable[str], model_type: s
     transformers' Trainer reads them when it resumes; under the hub's names, the default, it would read nothing back
     (findings/transformers_resume_leaves_experts_out.sh). `from_pretrained` refuses the folder by its `model_type`.
     """
-    saved, save = set(names), model.save_pretrained
+    saved, save = set(names), type(model).save_pretrained
     stored = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     model._keys_to_ignore_on_save = {name for name, _ in stored if name not in saved} & model.state_dict().keys()
 
     @functools.wraps(save)
-    def save_pretrained(save_directory: str | Path, **options: Any) -> None:
-        state = options.get("state_dict") or model.state_dict()
+    def save_pretrained(self: PreTrainedModel, save_directory: str | Path, **options: Any) -> None:
+        state = options.get("state_dict") or self.state_dict()
         trained = {name: tensor for name, tensor in state.items() if name in saved}
-        save(save_directory, **options | {"state_dict": trained, "save_original_format": False})
+        save(self, save_directory, **options | {"state_dict": trained, "save_original_format": False})
         if (file := Path(save_directory) / "config.json").is_file():
             file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}, indent=2))
 
-    model.save_pretrained = save_pretrained  # type: ignore[method-assign, assignment]
+    model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[method-assign]  # a copy's own, if copied
 
 
 def chat_template_environment() -> Environment:

@@ -1,5 +1,6 @@
 """Checkpoints of transformers' and TRL's trainers: a run that resumes ends like one that was not interrupted."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,15 @@ def test_the_best_checkpoint_is_taken_at_the_end(tmp_path: Path) -> None:
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
     with safe_open(tmp_path / "checkpoint-1/adapter_model.safetensors", "pt") as file:
         assert all(torch.equal(tensor, file.get_tensor(name)) for name, tensor in adapted.learned().items())
+
+
+def test_a_copy_saves_its_own_weights(tmp_path: Path) -> None:
+    raw = {"model": {"path": "tiny-mixtral"}, "adapt": {"router": "0"}}
+    model = moetune.build(moetune.RunConfig.model_validate(raw), "cpu").model
+    copied = copy.deepcopy(model)
+    (name,) = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    torch.nn.init.ones_(copied.get_parameter(name))
+    copied.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.get_tensor(name).eq(1).all()
+    assert not model.get_parameter(name).eq(1).any()
