@@ -41,6 +41,7 @@ from moetune.kernels.registry import use_kernels
 from moetune.models.hub.fingerprint import Base
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
+from moetune.models.source import ADAPTED
 from moetune.models.stack import with_every_layer
 from moetune.models.structure import ModelStructure
 from moetune.parallel.dispatch import TokenDispatcher
@@ -238,7 +239,7 @@ def build(
         distribute(model, structure, ranks)
     adapted = Adapted(whole, model, ranks, context, None if run is whole else run)
     if device.type != "meta" and ranks.is_single:
-        save_what_trains(model, adapted.learned(), "moetune-adapted")
+        save_what_trains(model, adapted.learned(), ADAPTED)
     return adapted
 
 

@@ -33,6 +33,8 @@ from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
 from moetune.tensor_files import Stored, of_another_format, read_header
 
+ADAPTED = "moetune-adapted"
+"""Model type in the checkpoints that other trainers write of adapted models."""
 _DERIVED = ("head_dim", "sliding_window")
 """Settings that transformers computes from others of some types, which the checkpoint's shapes or a flag agree with."""
 _NEARLY = 0.9
@@ -190,6 +192,8 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         raise UserError(f"model {path!r}: config.json has no model_type")
     if raw["model_type"] not in CONFIG_MAPPING:
         hint = suggest(raw["model_type"], CONFIG_MAPPING.keys())
+        if raw["model_type"] == ADAPTED:
+            hint = " A trainer saved it from what moetune.build made: resume it (resume_from_checkpoint), then export."
         raise UserError(
             f"model {path!r}: transformers does not know model type {raw['model_type']!r}, and code from a "
             f"model folder is never run.{hint}"

@@ -66,7 +66,9 @@ def test_a_trainer_resumes(adapt: dict[str, Any], trainer: Callable[..., Any], t
         assert set(file.keys()) == whole.keys()
     with pytest.raises(ValueError, match="moetune-adapted"):
         AutoModelForCausalLM.from_pretrained(checkpoint)
-    with pytest.raises(moetune.UserError, match="moetune-adapted"):
+    with pytest.raises(
+        moetune.UserError, match=r"'moetune-adapted'.*resume it \(resume_from_checkpoint\), then export"
+    ):
         moetune.count(str(checkpoint))
 
 
