@@ -76,6 +76,23 @@ def save_what_trains(model: PreTrainedModel, names: Iterable[str], model_type: s
     model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[method-assign]  # a copy's own, if copied
 
 
+def keep_vocabulary(model: PreTrainedModel) -> None:
+    """Make `resize_token_embeddings` keep embeddings that have a row for each token, and refuse to add rows."""
+
+    def resize_token_embeddings(
+        self: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **options: Any
+    ) -> Any:
+        embeddings: Any = self.get_input_embeddings()
+        if (new_num_tokens or 0) > (rows := len(embeddings.weight)):
+            raise ValueError(
+                f"{new_num_tokens} tokens, and the model was built with {rows}: exports would leave the new ones out; "
+                "add them to the checkpoint and its tokenizer before training"
+            )
+        return embeddings
+
+    model.resize_token_embeddings = MethodType(resize_token_embeddings, model)  # type: ignore[method-assign]
+
+
 def chat_template_environment() -> Environment:
     """Return a jinja environment as transformers renders chat templates in: its tags, filters and functions."""
     return _compile_jinja_template("").environment

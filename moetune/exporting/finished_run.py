@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.weights.base import refuse_changed_base
@@ -62,13 +61,6 @@ def in_memory(adapted: Adapted) -> FinishedRun:
     """
     if not adapted.ranks.is_single:
         raise UserError("a model that is distributed over ranks cannot be exported from memory; export its run folder")
-    models = adapted.model, adapted.run.model.plain
-    rows, built = (len(cast(Tensor, model.get_input_embeddings().weight)) for model in models)
-    if rows != built:
-        raise UserError(
-            f"the model's vocabulary was resized from {built:,} to {rows:,} tokens, which an export would leave out: "
-            "add tokens to the checkpoint and its tokenizer before training"
-        )
     parameters, chosen = adapted.model.named_parameters(), adapted.trainable()
     if others := [name for name, p in parameters if p.requires_grad and chosen.get(name) is not p]:
         raise UserError(

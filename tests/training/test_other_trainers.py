@@ -83,6 +83,17 @@ def test_the_best_checkpoint_is_taken_at_the_end(tmp_path: Path) -> None:
         assert all(torch.equal(tensor, file.get_tensor(name)) for name, tensor in adapted.learned().items())
 
 
+def test_the_vocabulary_stays() -> None:
+    """TRL's `chat_template_path` cuts the rows that no token of the tokenizer needs, or adds rows."""
+    raw = {"model": {"path": "tiny-mixtral"}, "adapt": {"router": "0"}}
+    model = moetune.build(moetune.RunConfig.model_validate(raw), "cpu").model
+    rows = model.get_input_embeddings().num_embeddings
+    model.resize_token_embeddings(rows - 70, pad_to_multiple_of=64)
+    assert model.get_input_embeddings().num_embeddings == model.get_output_embeddings().out_features == rows
+    with pytest.raises(ValueError, match=f"{rows + 1} tokens, and the model was built with {rows}"):
+        model.resize_token_embeddings(rows + 1)
+
+
 def test_a_copy_saves_its_own_weights(tmp_path: Path) -> None:
     raw = {"model": {"path": "tiny-mixtral"}, "adapt": {"router": "0"}}
     model = moetune.build(moetune.RunConfig.model_validate(raw), "cpu").model
