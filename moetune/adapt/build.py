@@ -30,7 +30,7 @@ from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
 from moetune.adapt.weights.random import fill_randomly
 from moetune.adapt.weights.target import LoadTarget
-from moetune.compat.transformers import save_what_trains, set_attention
+from moetune.compat.transformers import keep_vocabulary, save_what_trains, set_attention
 from moetune.config.schema import Part
 from moetune.experts.bank import ExpertLora
 from moetune.experts.context import ExpertContext
@@ -41,6 +41,7 @@ from moetune.kernels.registry import use_kernels
 from moetune.models.hub.fingerprint import Base
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
+from moetune.models.source import ADAPTED
 from moetune.models.stack import with_every_layer
 from moetune.models.structure import ModelStructure
 from moetune.parallel.dispatch import TokenDispatcher
@@ -238,7 +239,8 @@ def build(
         distribute(model, structure, ranks)
     adapted = Adapted(whole, model, ranks, context, None if run is whole else run)
     if device.type != "meta" and ranks.is_single:
-        save_what_trains(model, adapted.learned(), "moetune-adapted")
+        save_what_trains(model, adapted.learned(), ADAPTED)
+        keep_vocabulary(model)
     return adapted
 
 

@@ -46,6 +46,10 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of the tensors that are read, in safetensors' spelling."""
 _STATES = ("adapter_model", "optimizer", "scheduler", "scaler", "rng_state", "random_states", "training_args")
 """How names of files begin that trainers write beside an adapter, and that hold no weights but its own."""
+_PICKLE = (
+    "is a pickle, which can run code and is never read; save it as safetensors, as torchtune does with "
+    "safe_serialization of FullModelHFCheckpointer"
+)
 _OTHER_FILES = {
     "adapter_model-*.safetensors": "is one of several shards, which PEFT does not read: write their tensors into one "
     f"{WEIGHTS_FILE} with load_file and save_file of safetensors.torch",
@@ -54,11 +58,9 @@ _OTHER_FILES = {
     "run.yaml": "is of a run: give what moetune export RUN_DIR --format peft --out DIR writes",
     "delta.safetensors": "is a delta, which holds no factors: moetune apply",
     "*.gguf": "is for llama.cpp, and not read: take the adapter that it was converted from",
-    **dict.fromkeys(
-        ("adapter_*.bin", "*.pt", "*.pth"),
-        "is a pickle, which can run code and is never read; save it as safetensors, as torchtune does with "
-        "safe_serialization of FullModelHFCheckpointer",
-    ),
+    "adapter_*.bin": _PICKLE,
+    "trainer_state.json": "is of a trainer's checkpoint without an adapter: resume it, then write one",
+    **dict.fromkeys(("*.pt", "*.pth"), _PICKLE),
 }
 """Name of a file of weights that stands in place of PEFT's -> what it is, and what to do."""
 _OTHER_NAME = re.compile(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -61,19 +61,36 @@ def save_what_trains(model: PreTrainedModel, names: Iterable[str], model_type: s
     transformers' Trainer reads them when it resumes; under the hub's names, the default, it would read nothing back
     (findings/transformers_resume_leaves_experts_out.sh). `from_pretrained` refuses the folder by its `model_type`.
     """
-    saved, save = set(names), model.save_pretrained
+    saved, save = set(names), type(model).save_pretrained
     stored = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     model._keys_to_ignore_on_save = {name for name, _ in stored if name not in saved} & model.state_dict().keys()
 
     @functools.wraps(save)
-    def save_pretrained(save_directory: str | Path, **options: Any) -> None:
-        state = options.get("state_dict") or model.state_dict()
+    def save_pretrained(self: PreTrainedModel, save_directory: str | Path, **options: Any) -> None:
+        state = options.get("state_dict") or self.state_dict()
         trained = {name: tensor for name, tensor in state.items() if name in saved}
-        save(save_directory, **options | {"state_dict": trained, "save_original_format": False})
+        save(self, save_directory, **options | {"state_dict": trained, "save_original_format": False})
         if (file := Path(save_directory) / "config.json").is_file():
             file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}, indent=2))
 
-    model.save_pretrained = save_pretrained  # type: ignore[method-assign, assignment]
+    model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[method-assign]  # a copy's own, if copied
+
+
+def keep_vocabulary(model: PreTrainedModel) -> None:
+    """Make `resize_token_embeddings` keep embeddings that have a row for each token, and refuse to add rows."""
+
+    def resize_token_embeddings(
+        self: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **options: Any
+    ) -> Any:
+        embeddings: Any = self.get_input_embeddings()
+        if (new_num_tokens or 0) > (rows := len(embeddings.weight)):
+            raise ValueError(
+                f"{new_num_tokens} tokens, and the model was built with {rows}: exports would leave the new ones out; "
+                "add them to the checkpoint and its tokenizer before training"
+            )
+        return embeddings
+
+    model.resize_token_embeddings = MethodType(resize_token_embeddings, model)  # type: ignore[method-assign]
 
 
 def chat_template_environment() -> Environment:
@@ -356,8 +373,13 @@ class LoadingQuantizer(HfQuantizer):
     def is_qat_trainable(self) -> bool:
         return True
 
-    def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any]:
-        self._device = torch.device((device_map or {}).get("", "cpu"))
+    def update_device_map(self, device_map: dict[str, Any] | str | None) -> dict[str, Any]:
+        if isinstance(device_map, str):  # "auto" and others that divide a model
+            device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
+        device, *more = {*device_map.values()} if device_map else {"cpu"}
+        if more:
+            raise ValueError(f"device_map has {1 + len(more)} devices, and one holds the whole model: name that alone")
+        self._device = torch.device(device)
         return {"": "meta"}
 
     def preprocess_model(self, model: PreTrainedModel, dtype: Any = None, **given: Any) -> None:

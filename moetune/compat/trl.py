@@ -8,15 +8,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import torch
 from peft import PeftConfig, PeftModel, PeftType
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 
 Computing = Literal["step", "backward", "optimizer"]
 """What a trainer computes: a micro-step, its backward pass within it, an update."""
@@ -83,12 +86,15 @@ class SelfReferencing(PeftModel):
             return parameter
         return nn.Parameter(torch.empty_like(parameter), requires_grad=False)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        self.base_model.save_pretrained(*args, **kwargs)
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Write what trains, under the names of `base_model`, to the file where Trainer looks for an adapter."""
+        self.base_model.save_pretrained(save_directory, *args, **kwargs)
+        if (file := Path(save_directory, SAFE_WEIGHTS_NAME)).is_file():
+            file.rename(file.with_name(ADAPTER_SAFE_WEIGHTS_NAME))
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Read what `save_pretrained` wrote: the names are those of `base_model`."""
-        return self.base_model.load_state_dict(*args, **kwargs)
+    def load_adapter(self, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Read what `save_pretrained` wrote, when Trainer resumes or takes the best checkpoint at the end."""
+        self.base_model.load_state_dict(load_file(Path(model_id, ADAPTER_SAFE_WEIGHTS_NAME)), strict=False)
 
 
 # --- Steps that are traced ----------------------------------------------------------------------------------------

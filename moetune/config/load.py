@@ -226,6 +226,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise UserError(f"--set {shown(override)}: write it as section.key=value, for example train.steps=100")
+    if not text.strip():
+        raise UserError(f"--set {shown(override)}: has no value, like an empty variable; {key}=null takes the default")
     value = parse(text, f"--set {shown(override)}: the value {shown(text)}")
     node = raw
     for depth, part in enumerate(parts[:-1]):

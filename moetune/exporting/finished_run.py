@@ -12,7 +12,7 @@ from moetune.adapt.weights.base import refuse_changed_base
 from moetune.adapt.weights.published import WEIGHTS
 from moetune.config.load import load_run_config
 from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, first_of
 from moetune.files import expanded
 from moetune.models.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint
 from moetune.run.resolve import ResolvedModel, resolve
@@ -53,9 +53,26 @@ class FinishedRun:
 
 
 def in_memory(adapted: Adapted) -> FinishedRun:
-    """Return an adapted model in memory, with its current values, as a run; `UserError` if it is divided over ranks."""
+    """Return an adapted model in memory, with its current values, as a run.
+
+    Raises:
+        UserError: it is divided over ranks; another trainer has left NaN or infinity in it, or changed more of it than
+            the run file chooses, which exports leave out.
+    """
     if not adapted.ranks.is_single:
         raise UserError("a model that is distributed over ranks cannot be exported from memory; export its run folder")
+    parameters, chosen = adapted.model.named_parameters(), adapted.trainable()
+    if others := [name for name, p in parameters if p.requires_grad and chosen.get(name) is not p]:
+        raise UserError(
+            f"the model trains what its run file does not choose, which an export would leave out: "
+            f"{', '.join(first_of(others, 3))}; choose it in adapt: instead, without peft_config and requires_grad_"
+        )
+    for name, tensor in adapted.learned().items():
+        if not bool(tensor.isfinite().all()):
+            raise UserError(
+                f"{name} holds values that are not finite (NaN or infinity): training diverged; train again, with a "
+                "smaller learning rate or from an earlier checkpoint of the trainer"
+            )
     trained = {part.name: Held(part.of(parameter)) for parameter, parts in parts_of(adapted).items() for part in parts}
     trained |= {name: Held(bias) for name, bias in adapted.router_biases().items()}
     return FinishedRun(None, adapted.run.config, None, adapted, trained, None)

@@ -44,6 +44,9 @@ class _Counted(list[Any]):
             raise IndexError(f"{self.name} has {len(self)} entries, and entry {at + 1} is asked for")
         return super().__getitem__(at)
 
+    def __hash__(self) -> int:  # type: ignore[override]  # pytrees take it for a value, which may be part of a key
+        return len(self)
+
 
 def count_lists(config: PretrainedConfig) -> None:
     """Replace the lists of a configuration by ones from which `dry_run` tells those that have an entry for

@@ -168,6 +168,7 @@ class _Resolver:
         self._layers("adapt.lora.rank", tuple(sorted(layers_named(config.rank))), every_layer, "does not exist")
         linears: dict[str, None] = {}
         experts: IdsByLayer = {}
+        of_layers = {linear.component for linear in self.structure.lora_layers().values() if linear.layer is not None}
         for index, target in enumerate(config.targets):
             where = f"adapt.lora.targets[{index}]"
             if target == "experts":
@@ -184,7 +185,7 @@ class _Resolver:
                     self.problems.append(f"{where}: no frozen expert in the chosen layers to put LoRA on")
                 continue
             is_component = target in COMPONENTS
-            outside = is_component or config.layers == "all"  # whether linears outside of layers count
+            outside = config.layers == "all" or (is_component and target not in of_layers)  # such as lm_head
             paths = [
                 path
                 for path, linear in self.structure.lora_layers().items()

@@ -33,6 +33,8 @@ from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
 from moetune.tensor_files import Stored, of_another_format, read_header
 
+ADAPTED = "moetune-adapted"
+"""Model type in the checkpoints that other trainers write of adapted models."""
 _DERIVED = ("head_dim", "sliding_window")
 """Settings that transformers computes from others of some types, which the checkpoint's shapes or a flag agree with."""
 _NEARLY = 0.9
@@ -180,11 +182,6 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
             f"model {path!r}: no config.json in it; give the folder that from_pretrained would load"
             f"{of_another_format(folder)}"
         )
-    if (folder / "adapter_model.safetensors").is_file():
-        raise UserError(
-            f"model {path!r} holds an adapter beside its config.json, which would not be read; move the "
-            "adapter's files to a folder of their own, for adapt.start_from or moetune adapter merge"
-        )
     raw = read_json(file, dict[str, Any], f"model {path!r}: config.json")
     layers = max(_layers_in(raw), default=0)
     if layers > _MOST_LAYERS:
@@ -195,9 +192,16 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         raise UserError(f"model {path!r}: config.json has no model_type")
     if raw["model_type"] not in CONFIG_MAPPING:
         hint = suggest(raw["model_type"], CONFIG_MAPPING.keys())
+        if raw["model_type"] == ADAPTED:
+            hint = " A trainer saved it from what moetune.build made: resume it (resume_from_checkpoint), then export."
         raise UserError(
             f"model {path!r}: transformers does not know model type {raw['model_type']!r}, and code from a "
             f"model folder is never run.{hint}"
+        )
+    if (folder / "adapter_model.safetensors").is_file():
+        raise UserError(
+            f"model {path!r} holds an adapter beside its config.json, which would not be read; move the "
+            "adapter's files to a folder of their own, for adapt.start_from or moetune adapter merge"
         )
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -137,7 +137,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """
     require_causal_lm(config)
     name = config.model_type
-    text = getattr(config, "text_config", config)
+    text = config.text_config if "text_config" in config.sub_configs else config
     for key, part in product(vars(text).keys() - type(text).__dataclass_fields__, _NEEDS_FIELD):
         value = getattr(text, key)
         if part in key and any(value if isinstance(value, list) else [value]):

@@ -339,6 +339,8 @@ def layer_by_layer_problems(run: ResolvedRun) -> Iterator[str]:
     config, option, lora = run.config, "train.layer_by_layer", run.config.adapt.lora
     if config.parallel.ranks > 1:
         yield f"{option}: over several ranks micro-batches run one after the other; set it to false"
+    if run.model.is_looped:
+        yield f"{option}: layers of this model run several times in a forward pass; set it to false"
     drawn = dict(_random_settings(run.model.settings.get_text_config().to_dict()))
     drawn |= {"train.neftune_alpha": config.train.neftune_alpha, "adapt.lora.dropout": lora.dropout if lora else 0.0}
     if named := ", ".join(f"{key}: {value:g}" for key, value in drawn.items() if value):

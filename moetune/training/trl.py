@@ -168,7 +168,7 @@ def _refuse_what_trl_lacks(run: ResolvedRun) -> None:
     """Raise one `UserError` that names all settings that TRL would ignore and that change what is learned, or ask for
     another order of micro-batches."""
     train, lora, usual = run.config.train, run.config.adapt.lora, TrainConfig()
-    keys = ("max_grad_value", "on_nonfinite", "router_z_loss", "router_aux_scope", "router_bias_rate")
+    keys = ("max_grad_value", "on_nonfinite", "router_z_loss", "router_aux_scope", "router_bias_rate", "early_stopping")
     ignored = [f"train.{key}: {value}" for key in keys if (value := getattr(train, key)) != getattr(usual, key)]
     if run.layer_by_layer:
         ignored.append("train.layer_by_layer: true")

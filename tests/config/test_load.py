@@ -120,7 +120,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 def test_set_overrides_any_key_in_order(tmp_path: Path) -> None:
     overrides = (
         *("train.steps=7", "train.steps=8", "adapt.router=0-1", "adapt.lora={rank: 2, alpha: 4}"),
-        *("adapt.lora.rank=3", "data.train=a=b.jsonl", "output=", "optimizer.lr=1e-3"),
+        *("adapt.lora.rank=3", "data.train=a=b.jsonl", "output=null", "optimizer.lr=1e-3"),
     )
     config = load(tmp_path, BASE + "output: runs/a", *overrides)
     assert config.train.steps == 8
@@ -139,6 +139,8 @@ def test_set_overrides_any_key_in_order(tmp_path: Path) -> None:
         ("train.steps", "--set 'train.steps': write it as section.key=value"),
         ("=5", "write it as section.key=value"),
         ("train..steps=5", "write it as section.key=value"),
+        ("train.steps= ", "--set 'train.steps= ': has no value"),
+        ("optimizer={lr: 1,5e-4}", "optimizer.5e-4: unknown key"),
         ("train.steps=[", "--set 'train.steps=[': the value '[' is not valid YAML"),
         ("model.path.x=1", "--set 'model.path.x=1': model.path holds a value, not a section"),
         ("train.stepz=5", "train.stepz: unknown key. Did you mean 'steps'?"),

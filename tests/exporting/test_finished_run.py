@@ -1,10 +1,12 @@
 """A model in memory is exported as its run folder is, whoever trained it."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from moetune.errors import UserError
 from moetune.exporting.export import export
@@ -52,6 +54,14 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
     drawn = replace(adapted, run=adapted.run.with_random_weights())
     with pytest.raises(UserError, match=r"^the model began with random weights"):
         export(drawn, "delta", tmp_path / "out")
+
+    adapted.model.get_output_embeddings().weight.requires_grad_()
+    with pytest.raises(UserError, match=r"trains what its run file does not choose.*: lm_head\.weight"):
+        export(adapted, "delta", tmp_path / "out")
+    diverged = write_run(tmp_path / "diverged", base, ADAPT["full"]).adapted
+    torch.nn.init.constant_(next(iter(diverged.trainable().values())), math.nan)
+    with pytest.raises(UserError, match=r"holds values that are not finite .*: training diverged"):
+        export(diverged, "delta", tmp_path / "out")
 
     class Several(Ranks):
         is_single = False

@@ -16,6 +16,7 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},  # layer 0 is dense; layers 1 to 3 have experts and shared experts
     "llama": {},
     "tied": {"model_type": "mixtral", "tie_word_embeddings": True},
+    "hrm_text": {"num_hidden_layers": 3},  # two stacks, of which one holds the decoder layers
 }
 
 
@@ -113,6 +114,11 @@ def test_lora_targets_are_components_modules_or_patterns(mixtral: ModelStructure
     assert len(linears(mixtral, "attention", "q_proj")) == 4 * 4
     assert "lm_head" in linears(mixtral, "*")
     assert "lm_head" not in linears(mixtral, "*", layers="0")
+
+
+def test_layers_beside_the_decoder_stack_are_none_of_the_chosen_layers(models: dict[str, ModelStructure]) -> None:
+    chosen_layers = linears(models["hrm_text"], "attention", "lm_head", layers="1")
+    assert {path.split(".self_attn.")[0] for path in chosen_layers} == {"model.L_module.layers.1", "lm_head"}
 
 
 NOTHING = "adapt: nothing trains; set router, experts, lora or also"

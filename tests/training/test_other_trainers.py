@@ -1,5 +1,6 @@
 """Checkpoints of transformers' and TRL's trainers: a run that resumes ends like one that was not interrupted."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,16 @@ def stock(adapted: Adapted, out: Path, steps: int) -> Any:
     return Trainer(adapted.model, TrainingArguments(out, max_steps=steps, **OPTIONS), train_dataset=rows)  # type: ignore[arg-type]
 
 
-def dpo(adapted: Adapted, out: Path, steps: int) -> Any:
+def dpo(adapted: Adapted, out: Path, steps: int, **more: Any) -> Any:
     from trl import DPOConfig, DPOTrainer
 
     pairs = {"prompt": ["Two experts"] * 8, "chosen": [" take each token."] * 8, "rejected": [" rest."] * 8}
     arguments = moetune.trl_arguments(adapted.run, "dpo") | OPTIONS | {"output_dir": str(out), "max_steps": steps}
     return DPOTrainer(
         moetune.trl_model(adapted),
-        args=DPOConfig(**arguments),
+        args=DPOConfig(**arguments | more),
         train_dataset=Dataset.from_dict(pairs),
+        eval_dataset=Dataset.from_dict(pairs),
         processing_class=moetune.trl_tokenizer(adapted.run),
     )
 
@@ -59,9 +61,46 @@ def test_a_trainer_resumes(adapt: dict[str, Any], trainer: Callable[..., Any], t
     resumed = trained(tmp_path / "again", 2, checkpoint)
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.items())
-    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+    (weights,) = checkpoint.glob("*model.safetensors")
+    with safe_open(weights, "pt") as file:
         assert set(file.keys()) == whole.keys()
     with pytest.raises(ValueError, match="moetune-adapted"):
         AutoModelForCausalLM.from_pretrained(checkpoint)
-    with pytest.raises(moetune.UserError, match="moetune-adapted"):
+    with pytest.raises(
+        moetune.UserError, match=r"'moetune-adapted'.*resume it \(resume_from_checkpoint\), then export"
+    ):
         moetune.count(str(checkpoint))
+
+
+def test_the_best_checkpoint_is_taken_at_the_end(tmp_path: Path) -> None:
+    raw = {"model": {"path": "tiny-mixtral", "base": "nf4"}, "adapt": {"router": "all"}}
+    adapted = moetune.build(moetune.RunConfig.model_validate(raw | {"train": {"sequence_length": 32}}), "cpu")
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = dpo(adapted, tmp_path, 2, eval_strategy="steps", eval_steps=1, **best)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    with safe_open(tmp_path / "checkpoint-1/adapter_model.safetensors", "pt") as file:
+        assert all(torch.equal(tensor, file.get_tensor(name)) for name, tensor in adapted.learned().items())
+
+
+def test_the_vocabulary_stays() -> None:
+    """TRL's `chat_template_path` cuts the rows that no token of the tokenizer needs, or adds rows."""
+    raw = {"model": {"path": "tiny-mixtral"}, "adapt": {"router": "0"}}
+    model = moetune.build(moetune.RunConfig.model_validate(raw), "cpu").model
+    rows = model.get_input_embeddings().num_embeddings
+    model.resize_token_embeddings(rows - 70, pad_to_multiple_of=64)
+    assert model.get_input_embeddings().num_embeddings == model.get_output_embeddings().out_features == rows
+    with pytest.raises(ValueError, match=f"{rows + 1} tokens, and the model was built with {rows}"):
+        model.resize_token_embeddings(rows + 1)
+
+
+def test_a_copy_saves_its_own_weights(tmp_path: Path) -> None:
+    raw = {"model": {"path": "tiny-mixtral"}, "adapt": {"router": "0"}}
+    model = moetune.build(moetune.RunConfig.model_validate(raw), "cpu").model
+    copied = copy.deepcopy(model)
+    (name,) = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    torch.nn.init.ones_(copied.get_parameter(name))
+    copied.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.get_tensor(name).eq(1).all()
+    assert not model.get_parameter(name).eq(1).any()

@@ -42,10 +42,13 @@ class MoetuneConfig(QuantizationConfigMixin):
 
     Raises:
         pydantic.ValidationError: an argument has a value that the run file does not allow.
+        TypeError: there is no such argument.
     """
 
-    def __init__(self, base: Any = "nf4", double_quant: bool = True, experts_on: str = "gpu", **kwargs: Any) -> None:
-        self.quant_method = METHOD  # type: ignore[assignment]
+    def __init__(
+        self, base: Any = "nf4", double_quant: bool = True, experts_on: str = "gpu", quant_method: str = METHOD
+    ) -> None:
+        self.quant_method = quant_method  # type: ignore[assignment]
         settings = {"base": base, "double_quant": double_quant, "experts_on": experts_on, "attention": "eager"}
         self.model = ResolvedModelConfig.model_validate({"path": "unread", "dtype": "fp32", **settings})
 
@@ -66,7 +69,8 @@ class MoetuneQuantizer(LoadingQuantizer):
         Raises `UserError` if the experts cannot be quantized, or the checkpoint does not fit the model.
         """
         plain, structure = copy.deepcopy(model), read_structure(model)
-        dtype = next(name for name, dtype in DTYPES.items() if dtype == model.config.dtype)
+        dtype = next((name for name, dtype in DTYPES.items() if dtype == model.config.dtype), None)
+        raise_problems([] if dtype else [f"dtype={model.config.dtype}: give bfloat16, float16 or float32"])
         config = self.quantization_config.model.model_copy(update={"dtype": dtype})
         unmatched = validation.unmatched_base(config, structure)
         raise_problems([*validation.unsupported_experts(model, structure), *unmatched])

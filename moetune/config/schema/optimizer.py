@@ -19,6 +19,7 @@ PARTS: tuple[Part, ...] = typing.get_args(Part)
 Each part may have its own optimizer.
 """
 _FUSED = ("lomo", "adalomo")  # optimizers that default to fused_backward, as in their papers
+_OF_SOME = ("betas", "eps", "momentum")  # settings that only some optimizers have; None for the others
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
@@ -65,14 +66,14 @@ class OptimizerConfig(Section):
             return raw
         name = raw.get("name", cls.model_fields["name"].default)
         own = _OWN_SETTINGS.get(name, {}) if isinstance(name, str) else {}
-        given = {key: value for key, value in raw.items() if value is not None}
+        given = {key: value for key, value in raw.items() if value is not None or key not in _OF_SOME}
         return own | {"fused_backward": name in _FUSED and not raw.get("offload")} | given
 
     @model_validator(mode="after")
     def _no_setting_of_another(self) -> "OptimizerConfig":
         """Raise `ValueError` for settings that the optimizer would ignore or that cannot be combined."""
         own = _OWN_SETTINGS.get(self.name, {})
-        for key in ("betas", "eps", "momentum"):
+        for key in _OF_SOME:
             if key not in own and getattr(self, key) is not None:
                 raise ValueError(f"{self.name} has no {key}; leave it out")
         if self.offload and (self.fused_backward or self.master_weights == "stochastic" or self.name == "lomo"):

@@ -45,6 +45,21 @@ def test_the_configuration_says_how_it_was_quantized(tmp_path: Path, capfd: pyte
     assert AutoConfig.from_pretrained(tmp_path).model_type == "mixtral"
 
 
+def test_what_is_asked_for_is_done_or_refused(tmp_path: Path) -> None:
+    write(tmp_path, "mixtral")
+    assert AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=MoetuneConfig(), device_map="auto"
+    ).device == torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ValueError, match="device_map has 2 devices, and one holds the whole model"):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=MoetuneConfig(), device_map={"model": "cpu", "lm_head": "disk"}
+        )
+    with pytest.raises(UserError, match=r"^dtype=torch\.float64: give bfloat16"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MoetuneConfig(), dtype=torch.float64)
+    with pytest.raises(TypeError, match="load_in_8bit"):
+        MoetuneConfig(load_in_8bit=True)  # type: ignore[call-arg]
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path, "mixtral")
     file = tmp_path / "model.safetensors"

@@ -129,10 +129,13 @@ def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path
     assert_alike(config)
 
 
-def test_so_they_do_where_layers_run_several_times(tmp_path: Path) -> None:
-    """HRM's, of which none stands for others: the trace ended in an AssertionError, or missed what the passes keep."""
-    folder = write_toy(tmp_path, "hrm_text", num_hidden_layers=3)
-    config = toy_run(folder, "hrm_text", DENSE["everything"], train={"checkpointing": "full"})
+@pytest.mark.parametrize(
+    ("model_type", "sizes"), [("hrm_text", {"num_hidden_layers": 3}), ("mamba2", {"head_dim": 16})]
+)
+def test_so_they_do_of_types_that_raised(model_type: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    """HRM's layers run several times, and none stands for others; Mamba-2's scans take a list of config.json."""
+    folder = write_toy(tmp_path, model_type, **sizes)
+    config = toy_run(folder, model_type, DENSE["everything"], train={"checkpointing": "full"})
     measured = measure(config, "cpu", steps=2)
     assert measured.trace is not None
     assert trace(config).parts() == measured.trace.parts()

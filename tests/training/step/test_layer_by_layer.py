@@ -207,6 +207,7 @@ def test_runs_and_their_resumption(
             r"lora.dropout: 0.1\) would",
         ),
         ("mixtral", {"train": {"neftune_alpha": 5}}, r"numbers \(train.neftune_alpha: 5\) would be drawn"),
+        ("hrm_text", {"adapt": {"lora": {**LORA, "targets": ["attention"]}}}, "layers of this model run several times"),
         ("phimoe", {}, r"router_jitter_noise: 0.01\) would be drawn in another order; set that to 0"),
     ],
 )
