@@ -9,7 +9,7 @@ from typing import Literal
 from moetune.adapt.build import Adapted
 from moetune.adapters.files import CHAT_TEMPLATE_FILE
 from moetune.atomic import new_folder
-from moetune.errors import UserError
+from moetune.errors import UserError, shown
 from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
 from moetune.exporting.folder import keep_apart
 from moetune.exporting.writers.delta import write_delta
@@ -71,8 +71,8 @@ def export(
         overwrite: replace an earlier export in `out`, which must be new or empty otherwise.
 
     Raises:
-        UserError: there is no such run, or it has no checkpoint; what was trained cannot be written in this format;
-            `out` is occupied, or holds the run or its base. In all these cases nothing is written.
+        UserError: there is no such format or run, or the run has no checkpoint; what was trained cannot be written in
+            this format; `out` is occupied, or holds the run or its base. In all these cases nothing is written.
     """
     from moetune.exporting.writers.adapter import write_for_server, write_peft
 
@@ -80,6 +80,8 @@ def export(
         raise UserError(f"--into {into} rounds a whole checkpoint; use it with --format merged, not {format}")
     writers = {"delta": write_delta, "peft": write_peft, "merged": write_merged}
     writers |= {program: partial(write_for_server, program) for program in ("vllm", "sglang")}
+    if format not in writers:
+        raise UserError(f"format {shown(format)}: not one of {', '.join(writers)}")
     out = Path(out)
     if isinstance(trained, FinishedRun):
         run = trained

@@ -47,6 +47,8 @@ def test_the_base_is_what_is_there_now(tmp_path: Path) -> None:
 def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2)
     adapted = write_run(tmp_path / "run", base, ADAPT["full"]).adapted
+    with pytest.raises(UserError, match=r"^format 'gguf': not one of delta, peft, merged, vllm, sglang$"):
+        export(adapted, "gguf", tmp_path / "out")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^the model has no adapt\.lora, so there is no adapter"):
         export(adapted, "peft", tmp_path / "out")
     with pytest.raises(UserError, match="holds what is being exported"):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from moetune.config.schema import RunConfig
+from moetune.errors import UserError
 from moetune.memory.assumed_routing import BALANCED
 from tests import small
 from tests.resolved import verify
@@ -49,3 +50,5 @@ def test_verify_replays_every_call(config: RunConfig) -> None:
     assert outcome.predicted["peak_allocated"] == outcome.measured["peak_allocated"]
     even = verify(config, 2, BALANCED)
     assert even.predicted["peak_allocated"] != even.measured["peak_allocated"]
+    with pytest.raises(UserError, match="0 steps: give 1 or more"):
+        verify(config, 0)

@@ -60,14 +60,16 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
     """Take real steps on `device` with random weights and random tokens, and measure them. Every rank must call it.
 
     Raises:
-        UserError: the model cannot be built (`build`); or the run has settings that cannot be predicted or needs a
-            package that is not installed.
+        UserError: no steps; the model cannot be built (`build`); or the run has settings that cannot be predicted or
+            needs a package that is not installed.
     """
-    raise_problems(
-        (*validation.unpredictable_settings(run.config), *validation.missing_packages(run.config, run.device_type))
-    )
-    device = torch.device(device)
     config = run.config
+    unpredicted, missing = (
+        validation.unpredictable_settings(config),
+        validation.missing_packages(config, run.device_type),
+    )
+    raise_problems([*unpredicted, *missing, *([] if steps > 0 else [f"{steps} steps: give 1 or more"])])
+    device = torch.device(device)
     adapted = build(run.with_random_weights(), device, ranks=ranks)
     adapted.model.train()
 

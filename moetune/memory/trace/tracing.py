@@ -33,6 +33,7 @@ from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
+from moetune.models.stack import every_layer
 from moetune.parallel.coordinates import Coordinates
 from moetune.parallel.distribute import distribute, micro_steps_are_alike
 from moetune.parallel.join import fake_ranks
@@ -214,9 +215,10 @@ def refusing_values(model: str, model_type: str) -> Iterator[None]:
 def can_be_shortened(run: ResolvedRun) -> bool:
     """Return whether a few decoder layers may stand for the others in a trace of this run.
 
-    They may not where layers run several times, or a tensor grows with their number: DeepSpeed concatenates all trained
-    weights in one flat tensor, and router losses are computed from the router logits of all layers.
+    They may not where layers run several times, where the model has other stacks beside the decoder's (BLT's encoders,
+    towers), or a tensor grows with their number: DeepSpeed concatenates all trained weights in one flat tensor, and
+    router losses are computed from the router logits of all layers.
     """
-    config = run.config
+    config, layers = run.config, every_layer(run.model.plain)
     grows = config.parallel.engine == "deepspeed" or config.train.router_aux_loss or config.train.router_z_loss
-    return not (run.model.is_looped or grows)
+    return not (run.model.is_looped or grows or len(layers) > run.structure.num_layers)

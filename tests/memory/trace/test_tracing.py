@@ -130,10 +130,11 @@ def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("model_type", "sizes"), [("hrm_text", {"num_hidden_layers": 3}), ("mamba2", {"head_dim": 16})]
+    ("model_type", "sizes"), [("hrm_text", {"num_hidden_layers": 3}), ("mamba2", {"head_dim": 16}), ("git", {})]
 )
 def test_so_they_do_of_types_that_raised(model_type: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    """HRM's layers run several times, and none stands for others; Mamba-2's scans take a list of config.json."""
+    """HRM's layers run several times, none stands for others; Mamba-2's scans take a list of config.json; GIT has two
+    stacks of layers."""
     folder = write_toy(tmp_path, model_type, **sizes)
     config = toy_run(folder, model_type, DENSE["everything"], train={"checkpointing": "full"})
     measured = measure(config, "cpu", steps=2)
