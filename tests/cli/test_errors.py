@@ -85,7 +85,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "nothing trains": (["adapt={}"], ["adapt: nothing trains; set router, experts, lora or also"]),
-    "no data section": (["data="], ["moetune train needs data: in the run file"]),
+    "no data section": (["data=null"], ["moetune train needs data: in the run file"]),
     "no output": (["output=null"], ["moetune train needs output: in the run file"]),
     "missing data file": (["data.train=dta.jsonl"], ["no such file: 'dta.jsonl'. Did you mean 'data.jsonl'?"]),
     "empty data file": (["data.train=empty.jsonl"], ["'empty.jsonl' is empty: it holds no record"]),
