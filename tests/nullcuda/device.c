@@ -449,12 +449,13 @@ STUB(cuLaunchCooperativeKernel) STUB(cuLinkCreate_v2) STUB(cuLinkAddData_v2) STU
 STUB(cuModuleLoad) STUB(cuModuleLoadData) STUB(cuModuleLoadDataEx) STUB(cuModuleUnload)
 STUB(cuOccupancyMaxActiveBlocksPerMultiprocessor) STUB(cuOccupancyMaxActiveClusters) STUB(cuTensorMapEncodeTiled)
 
-// --- NVML: torch 2.14 asks it, before it maps memory, whether the card is on a fabric --------------------------------
+// --- NVML: torch 2.14 asks whether the card is on a fabric before it maps memory, every torch who else uses a full one ----
 
 #define REFUSED(name) int name(void) { return 3; }  // NVML_ERROR_NOT_SUPPORTED
 
 STUB(nvmlInit_v2) STUB(nvmlDeviceGetHandleByPciBusId_v2)
-REFUSED(nvmlDeviceGetGpuFabricInfoV) REFUSED(nvmlDeviceGetComputeRunningProcesses) REFUSED(nvmlSystemGetCudaDriverVersion_v2)
+int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *processes) { return *count = 0, 0; }
+REFUSED(nvmlDeviceGetGpuFabricInfoV) REFUSED(nvmlSystemGetCudaDriverVersion_v2)
 REFUSED(nvmlDeviceGetNvLinkRemoteDeviceType) REFUSED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
 
 // --- cuBLAS: products count as launches, on whichever stream; torch gives it the workspaces -----------------------
