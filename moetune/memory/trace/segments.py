@@ -6,7 +6,9 @@ of experts that are alike (`ExpertHooks.is_written`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moetune.kernels.runner import Outputs
+from moetune.memory.allocator import SMALLEST_BLOCK
 from moetune.memory.time.work import Done
 from moetune.memory.trace.log import Block, Log
 
@@ -98,6 +101,28 @@ class Segment:
             for tensor, block in zip(made, own, strict=True)
         )
         return cls(tuple(entries), tuple((block.bytes, block.op) for block in blocks), tuple(done.values()), outputs)
+
+    @cached_property
+    def condensed(self) -> "Segment":
+        """The segment without the storages that are neither outputs nor alive at its peaks, of bytes as they are or
+        rounded up: whatever else is alive, the log's peaks stay the same, and what is alive at them."""
+        kept = {output.block for output in self.outputs if output is not None}
+        for unit in (1, SMALLEST_BLOCK):
+            sizes = [-(-size // unit) * unit for size, _ in self.blocks]
+            sums = list(accumulate(sizes[entry] if entry >= 0 else -sizes[~entry] for entry in self.entries))
+            until = self.entries[: sums.index(max(sums)) + 1] if sums else ()
+            kept |= {entry for entry in until if entry >= 0} - {~entry for entry in until if entry < 0}
+        number = {block: place for place, block in enumerate(sorted(kept))}
+        return replace(
+            self,
+            entries=tuple(
+                number[entry] if entry >= 0 else ~number[~entry]
+                for entry in self.entries
+                if (entry if entry >= 0 else ~entry) in kept
+            ),
+            blocks=tuple(self.blocks[block] for block in number),
+            outputs=tuple(output and output._replace(block=number[output.block]) for output in self.outputs),
+        )
 
     def tensors(self) -> list[Tensor | None]:
         """Return tensors like the outputs, uninitialized."""

@@ -107,7 +107,8 @@ def trace(
             steps = Steps(adapted, batches_of(adapted), None if short is None else short.stack.kept, gpu)
         with mode:
             is_timed = simulated or config.parallel.ranks > 1  # ways to divide a run are also compared by their speed
-            tracker = steps.tracker(counts=is_timed and gpu is not None and gpu.bandwidth is not None)
+            counts = is_timed and gpu is not None and gpu.bandwidth is not None
+            tracker = steps.tracker(counts=counts, condensed=not simulated)
             if micro_steps is not None:
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
             else:

@@ -73,6 +73,8 @@ class Tracker(TorchDispatchMode):
         capability: compute capability of the GPU whose workspaces are added; None for a CPU, without workspaces.
         on_cpu: add what operations take inside on a CPU (`workspace.on_cpu`).
         parts: module path -> part of a step, by which work is counted; None not to count any.
+        condensed: whether a segment that is written again is (`Segment.condensed`), which the allocator's simulation
+            cannot use.
 
     Attributes:
         step, micro_step: numbers from 0 that new records carry.
@@ -89,6 +91,7 @@ class Tracker(TorchDispatchMode):
         capability: Capability | None = None,
         parts: Mapping[str, WorkPart] | None = None,
         on_cpu: bool = False,
+        condensed: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = Log()
@@ -107,7 +110,7 @@ class Tracker(TorchDispatchMode):
         self._groups: dict[Hashable, tuple[Segment, list[int]]] = {}
         self._begun = set[str]()  # kinds of which a group was computed in this pass over a layer's experts
         self._is_writing = False  # whether outputs of a segment are made, whose storages are in the log
-        self._capability, self._on_cpu = capability, on_cpu
+        self._capability, self._on_cpu, self._condensed = capability, on_cpu, condensed
         self.counts, self._parts = capability is not None and parts is not None, parts or {}
 
     # --- What is alive ------------------------------------------------------------------------------------------
@@ -279,7 +282,7 @@ class Tracker(TorchDispatchMode):
 
     def _written(self, segment: Segment, inputs: Sequence[int | None]) -> Outputs:
         """Write a segment at the end of the log, for inputs with these blocks; return its outputs."""
-        first = len(self.log.blocks)
+        segment, first = segment.condensed if self._condensed else segment, len(self.log.blocks)
         self._add_work(segment, len(self.log.entries), inputs)
         self._sum = None
         for entry in segment.entries:

@@ -59,11 +59,12 @@ class Watched:
         self.layer_of = {p: number for number, layer in self.layers.items() for p in layer.parameters()}
         self.named = named_modules(adapted)
 
-    def tracker(self, *, counts: bool = False, on_cpu: bool = False) -> Tracker:
+    def tracker(self, *, counts: bool = False, on_cpu: bool = False, condensed: bool = False) -> Tracker:
         """Return a new tracker, not yet active, that names this model's modules; `counts` makes it count FLOPs, bytes
-        and launches of each operation, if there is a `gpu`. With `on_cpu` it adds a CPU's workspaces."""
+        and launches of each operation, if there is a `gpu`. With `on_cpu` it adds a CPU's workspaces. `condensed`: as
+        of `Tracker`."""
         parts = work_parts(self.adapted, self.named) if counts and self.gpu is not None else None
-        return Tracker(self.named, capability=self.capability, parts=parts, on_cpu=on_cpu)
+        return Tracker(self.named, capability=self.capability, parts=parts, on_cpu=on_cpu, condensed=condensed)
 
     def add_to(self, tracker: Tracker) -> None:
         """Add the storages of the model's weights, buffers and shards to a tracker, with labels and layer numbers."""
