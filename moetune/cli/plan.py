@@ -146,6 +146,7 @@ def plan(
             trainer=None if trainer is None else InTrl(trainer, json.dumps(arguments)),  # type: ignore[arg-type]
             every=every,
             beyond=every or explain,
+            simulated=json_,
             processes=min(4, torch.get_num_threads()),
             show=show_progress,
         )

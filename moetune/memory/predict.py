@@ -50,6 +50,7 @@ def predict_memory(
     routing: AssumedRouting = UNKNOWN,
     allocator: Allocator | None = None,
     simulated: bool = True,
+    timed: bool = True,
     tracing: Tracing = trace,
     cached_as: object = None,
 ) -> MemoryReport:
@@ -67,6 +68,7 @@ def predict_memory(
             else `expandable`, as in `moetune train`.
         simulated: whether the allocator is simulated. No verdict depends on it: else the reserved bytes are those
             allocated, rounded up to pages, and the report has no timeline.
+        timed: whether the time of a step is estimated too, where the allocator is not simulated; else it always is.
         tracing: function that makes the traces; replaces `trace`.
         cached_as: what names `tracing`, as a JSON value; with it reports are read from disk, or written there. None:
             always traced.
@@ -81,7 +83,7 @@ def predict_memory(
     run = as_known(run, cards_of(run, gpu)[0] if gpu or run.config.hardware.names else None)
     allocator = (allocator or allocator_here("expandable")) if simulated else None
     predict = partial(_predict_expected, run, gpu, tracing, cached_as)
-    report = predict(routing, allocator)
+    report = predict(routing, allocator, timed=timed or simulated)
     if not (run.structure.moe_layers and (routing.lowest or routing.highest)):
         return report
 
@@ -92,7 +94,7 @@ def predict_memory(
         return max(report.load.gpu - report.fullest.usable, *tensors)
 
     peak = most(report)
-    low, high = (peak if end is None else most(predict(end, None)) for end in (routing.lowest, routing.highest))
+    low, high = (peak if end is None else most(predict(end, None, timed=False)) for end in (routing.lowest, routing.highest))
     of = (routing.lowest or routing).name, (routing.highest or routing).name
     why = f"tokens of the fullest experts: {of[0]} to {of[1]}"
     return replace(
@@ -113,6 +115,8 @@ def _predict_expected(
     cached_as: object,
     routing: AssumedRouting,
     allocator: Allocator | None,
+    *,
+    timed: bool,
 ) -> MemoryReport:
     """Predict for the assumed routing alone, or read from disk what was predicted before. With `allocator` None none is
     simulated."""
@@ -123,12 +127,13 @@ def _predict_expected(
         "gpu": [gpu if isinstance(gpu, str) else None, *map(asdict, cards_of(run, gpu))],
         "routing": asdict(routing),
         "allocator": allocator,
+        "timed": timed,
         "tracing": cached_as,
     }
     file = None if cached_as is None else file_of(depends_on)
     report: MemoryReport | None = None if file is None else read_cached(file, MemoryReport)
     if report is None:
-        report = _report_by_trace(run, gpu, tracing, routing, allocator)
+        report = _report_by_trace(run, gpu, tracing, routing, allocator, timed=timed)
         if file is not None:
             write_cached(file, MemoryReport, report)
     return report
@@ -136,7 +141,13 @@ def _predict_expected(
 
 @_collecting_less()
 def _report_by_trace(
-    run: ResolvedRun, gpu: str | Gpu | None, tracing: Tracing, routing: AssumedRouting, allocator: Allocator | None
+    run: ResolvedRun,
+    gpu: str | Gpu | None,
+    tracing: Tracing,
+    routing: AssumedRouting,
+    allocator: Allocator | None,
+    *,
+    timed: bool,
 ) -> MemoryReport:
     """Trace one rank of each group of ranks that need equal memory, and report all ranks."""
     config, parallel = run.config, run.config.parallel
@@ -145,7 +156,7 @@ def _report_by_trace(
     are_unlike = len({card.name for card in card_of}) > 1
     # which experts a rank has matters where some receive more
     kinds = kinds_of_ranks(run, by_expert=routing != BALANCED)
-    quick = partial(tracing, simulated=False) if tracing is trace and allocator is None else tracing
+    quick = partial(tracing, simulated=False, timed=timed) if tracing is trace and allocator is None else tracing
     traces: dict[Hashable, Trace] = {}
     memories: dict[Hashable, RankMemory] = {}
     times: list[Duration] = []

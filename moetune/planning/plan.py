@@ -129,6 +129,7 @@ def plan(
     trainer: InTrl | None = None,
     every: bool = True,
     beyond: bool = True,
+    simulated: bool = True,
     processes: int = 1,
     show: Show = lambda *_: None,
 ) -> Plan:
@@ -152,6 +153,8 @@ def plan(
         trainer: the trainer of TRL that the runs are for; None for moetune's own. No time is estimated then.
         every: whether the largest run of every strategy is searched; else only the most useful run of each goal.
         beyond: whether the next larger run of each candidate is predicted, `Candidate.next_larger`.
+        simulated: whether the allocator is simulated, for `peak_process` of the candidates' reports; nothing else of a
+            plan depends on it.
         processes: the number of processes that search at the same time.
         show: called before searches begin, and after each; by the thread of a goal.
 
@@ -172,7 +175,7 @@ def plan(
     if host is not None:
         raw["hardware"]["host_memory"] = f"{host}B"
     start = read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan")
-    search = Search(start, gpu, tight, routing or UNKNOWN, trainer)
+    search = Search(start, gpu, tight, routing or UNKNOWN, trainer, simulated)
     base = source.quantization.base
     no_pipeline: dict[Goal, str] = {"experts": "its stages would be cut anew for each number of experts"}
     if count > 1 and layers_with_state(resolve_model(start.model).plain):

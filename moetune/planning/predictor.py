@@ -79,19 +79,26 @@ class Predictor:
         if self.end is not None:
             only = routing.highest if self.end == "high" else None
             routing = only or replace(routing, lowest=None, highest=None)
-        return self._predict(run, routing, simulated=False)
+        return self._predict(run, routing, simulated=False, timed=False)
 
-    def report(self, run: AnyRun, *, simulated: bool = True) -> MemoryReport:
-        """Predict for all routings that are possible, whatever `end` says; the allocator is `simulated` or not."""
-        return self._predict(run, self.routing, simulated=simulated)
+    def report(self, run: AnyRun, *, simulated: bool = True, timed: bool = True) -> MemoryReport:
+        """Predict for all routings that are possible, whatever `end` says; `simulated` and `timed` as in
+        `predict_memory`."""
+        return self._predict(run, self.routing, simulated=simulated, timed=timed)
 
-    def _predict(self, run: AnyRun, routing: AssumedRouting, *, simulated: bool) -> MemoryReport:
+    def _predict(self, run: AnyRun, routing: AssumedRouting, *, simulated: bool, timed: bool) -> MemoryReport:
         run = self.divided(self.resolve(run))
         if self.trainer is not None:
             kind, more = self.trainer.trainer, self.trainer.more
             return predict_trl(run, kind, more, gpu=self.gpu, routing=routing, allocator=self.allocator, cached=True)
         return predict_memory(
-            run, gpu=self.gpu, routing=routing, allocator=self.allocator, simulated=simulated, cached_as="train"
+            run,
+            gpu=self.gpu,
+            routing=routing,
+            allocator=self.allocator,
+            simulated=simulated,
+            timed=timed,
+            cached_as="train",
         )
 
 

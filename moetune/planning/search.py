@@ -72,6 +72,7 @@ class Search:
         tight: whether a run fits if its expected memory does; else the most that it may need must fit.
         routing: how many tokens each expert is assumed to receive.
         trainer: the trainer of TRL that the runs are for; None for moetune's own.
+        simulated: whether the allocator is simulated for what is found.
     """
 
     start: RunConfig
@@ -79,6 +80,7 @@ class Search:
     tight: bool = False
     routing: AssumedRouting = UNKNOWN
     trainer: InTrl | None = None
+    simulated: bool = True
 
     @cached_property
     def predictor(self) -> Predictor:
@@ -171,15 +173,15 @@ class Search:
         return self._run(strategy, self._sizes(strategy)[0])
 
     def reported(self, found: Candidate) -> Candidate:
-        """Return a candidate with its report for all routings, and, but for what the allocator reserves, that of the
-        next larger one."""
+        """Return a candidate with its report for all routings, and, but for time and what the allocator reserves, that
+        of the next larger one."""
         larger = found.next_larger
         if larger is not None:
-            larger = replace(larger, report=self.predictor.report(larger.config, simulated=False))
+            larger = replace(larger, report=self.predictor.report(larger.config, simulated=False, timed=False))
         config = found.config
         if (stages := self.predictor.divided(self.predictor.resolve(config)).config.parallel.stages) != "auto":
             config = changed(config, {"parallel.stages": stages})
-        return replace(found, config=config, report=self.predictor.report(config), next_larger=larger)
+        return replace(found, config=config, report=self.predictor.report(config, simulated=self.simulated), next_larger=larger)
 
     def _candidate(self, strategy: Strategy, sizes: Sequence[Size], report: MemoryReport) -> Candidate:
         """Return the candidate that trains the first of the sizes, with the largest micro-batch in `ROWS` that fits,

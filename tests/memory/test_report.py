@@ -166,6 +166,7 @@ def test_no_verdict_depends_on_the_allocator(tmp_path: Path) -> None:
     run = resolve(toy(write_toy(tmp_path, "mixtral")), "cuda")
     whole, quick = (predict_memory(run, gpu="l40s", simulated=simulated) for simulated in (True, False))
     assert (quick.span, quick.verdict, quick.fullest.parts) == (whole.span, whole.verdict, whole.fullest.parts)
+    assert quick.time == whole.time is not None
     assert "not simulated" in quick.assumptions[-1]
 
 

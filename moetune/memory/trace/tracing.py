@@ -55,6 +55,7 @@ def trace(
     *,
     shortened: bool = True,
     simulated: bool = True,
+    timed: bool = True,
     micro_steps: int | None = None,
     rank: int = 0,
     received: CountReceived = received_as_sent,
@@ -71,9 +72,11 @@ def trace(
         shortened: run only a few of the layers that are alike and repeat their part of the log for the others
             (docs/concepts/trace.md), which is faster and has the same result. Ignored where `micro_steps` is given, and
             where the routing is a function or differs from layer to layer.
-        simulated: whether the allocator will be simulated, for which both steps must run. Else optimizer states, and
-            the gradients to which later micro-steps add, are created without a micro-step; the peak of the second step
-            is the same. Its work is counted only on several ranks, with one addition of gradients too many.
+        simulated: whether the allocator will be simulated. Else the trace is condensed (`Tracker`): its peaks are the
+            same.
+        timed: whether work is counted. If it is not, and the allocator is not simulated, optimizer states, and the
+            gradients to which later micro-steps add, are created without a micro-step; the peak of the second step is
+            the same. Its work is then counted only on several ranks, with one addition of gradients too many.
         micro_steps: micro-steps of each step. By default 1 in the first step, and in the second at most 2, or 3 if the
             first, the last and those between communicate differently (`micro_steps_are_alike`), because all further
             micro-steps repeat; only the second step's peak then counts.
@@ -106,7 +109,7 @@ def trace(
         with mode if makes_its_own else nullcontext():
             steps = Steps(adapted, batches_of(adapted), None if short is None else short.stack.kept, gpu)
         with mode:
-            is_timed = simulated or config.parallel.ranks > 1  # ways to divide a run are also compared by their speed
+            is_timed = timed or config.parallel.ranks > 1  # ways to divide a run are also compared by their speed
             counts = is_timed and gpu is not None and gpu.bandwidth is not None
             tracker = steps.tracker(counts=counts, condensed=not simulated)
             if micro_steps is not None:
@@ -120,7 +123,7 @@ def trace(
                     alike = Stack.of([None] * config.train.accumulate)
                     most, turns = len(alike.kept), alike.like
                 stay_before = is_timed and whole.carried_layers  # which makes a step copy less
-                if not simulated and steps.stepper.engine is None and not stay_before:
+                if not (simulated or (timed and counts)) and steps.stepper.engine is None and not stay_before:
                     least = 0
                 traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short, turns=turns)
         return replace(traced, load=load_peaks(whole.held_at(Coordinates.of(config.parallel, rank).pp), traced))

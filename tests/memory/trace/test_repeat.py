@@ -190,7 +190,7 @@ def test_micro_batches_layer_by_layer(case: str, tmp_path: Path) -> None:
 def test_first_step_that_only_creates_states(case: str, tmp_path: Path) -> None:
     model_type, adapt, sections, sizes = CASES[case]
     config = toy_run(write_toy(tmp_path, model_type, experts=2, **sizes), model_type, adapt, **sections)
-    _only_reserved_differs(config, *(trace(config, gpu=CARD, simulated=simulated) for simulated in (False, True)))
+    _only_reserved_differs(config, *(trace(config, gpu=CARD, simulated=whole, timed=whole) for whole in (False, True)))
 
 
 def _only_reserved_differs(config: RunConfig, quick: Trace, both_steps: Trace) -> None:
@@ -223,7 +223,7 @@ def test_several_ranks(layout: str, tmp_path: Path) -> None:
         short, whole = (trace(config, gpu=CARD, rank=rank, shortened=shortened) for shortened in (True, False))
         same(short, whole)
         assert short.collectives == whole.collectives
-        quick = trace(config, gpu=CARD, rank=rank, simulated=False)
+        quick = trace(config, gpu=CARD, rank=rank, simulated=False, timed=False)
         assert quick.work.keys() == short.work.keys()
         _only_reserved_differs(config, quick, short)
 
