@@ -94,7 +94,9 @@ def predict_memory(
         return max(report.load.gpu - report.fullest.usable, *tensors)
 
     peak = most(report)
-    low, high = (peak if end is None else most(predict(end, None, timed=False)) for end in (routing.lowest, routing.highest))
+    low, high = (
+        peak if end is None else most(predict(end, None, timed=False)) for end in (routing.lowest, routing.highest)
+    )
     of = (routing.lowest or routing).name, (routing.highest or routing).name
     why = f"tokens of the fullest experts: {of[0]} to {of[1]}"
     return replace(

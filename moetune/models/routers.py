@@ -5,6 +5,7 @@ Shapes: T tokens, K experts per token, E experts, H hidden size.
 
 import copy
 from collections.abc import Hashable, Iterable
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -100,6 +101,7 @@ def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
     return None
 
 
+@lru_cache(1)  # a plan resolves many runs of one model
 def is_idle(model: nn.Module, layer: MoeLayer) -> bool:
     """Return whether no gradient of the loss reaches a layer's router, because a token's only expert has the weight 1,
     divided by itself. False if that is not known: if the block cannot run alone."""

@@ -181,7 +181,9 @@ class Search:
         config = found.config
         if (stages := self.predictor.divided(self.predictor.resolve(config)).config.parallel.stages) != "auto":
             config = changed(config, {"parallel.stages": stages})
-        return replace(found, config=config, report=self.predictor.report(config, simulated=self.simulated), next_larger=larger)
+        return replace(
+            found, config=config, report=self.predictor.report(config, simulated=self.simulated), next_larger=larger
+        )
 
     def _candidate(self, strategy: Strategy, sizes: Sequence[Size], report: MemoryReport) -> Candidate:
         """Return the candidate that trains the first of the sizes, with the largest micro-batch in `ROWS` that fits,
