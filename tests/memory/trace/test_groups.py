@@ -58,11 +58,11 @@ def test_the_log_is_that_of_all_groups(case: str, memory: str, tmp_path: Path, m
         written[found] += 1
         return found
 
-    def traced() -> Trace:
-        return trace(toy_run(model, model_type, adapt, **sections), gpu=CARD)
+    def traced(*, simulated: bool = True) -> Trace:
+        return trace(toy_run(model, model_type, adapt, **sections), gpu=CARD, simulated=simulated)
 
     monkeypatch.setattr(Tracker, "is_written", counted)
-    short = traced()
+    short, condensed = traced(), traced(simulated=False)
     monkeypatch.setattr(Tracker, "is_written", lambda *_: False)
     whole = traced()
     one, other = short.log, whole.log
@@ -71,6 +71,11 @@ def test_the_log_is_that_of_all_groups(case: str, memory: str, tmp_path: Path, m
     assert (one.cuts, one.marks, one.sent) == (other.cuts, other.marks, other.sent)
     assert work_of(one) == work_of(other)
     assert written[True] > 0
+    assert len(condensed.log.entries) < len(one.entries)
+    for name in ("host_peak", "rounded_peak", "collectives", "work"):
+        assert getattr(condensed, name) == getattr(whole, name), name
+    for view in (Trace.parts, Trace.terms, Trace.phases, Trace.by_layer, Trace.moment):
+        assert view(condensed) == view(whole)
 
 
 @pytest.mark.full
