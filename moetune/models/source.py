@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moetune.errors import UserError, one_line, shown, suggest
+from moetune.errors import UserError, first_of, one_line, shown, suggest
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.source_quantization import (
@@ -41,6 +41,8 @@ _NEARLY = 0.9
 """Similarity from which on a setting that a type lacks is taken for one of its own, misspelled."""
 _MOST_LAYERS = 1000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_LM = re.compile(r".*For(\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)")
+"""Classes of models that end in a classifier in place of an LM head, as reward models do."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -152,6 +154,11 @@ def find_model_source(path: str) -> ModelSource:
         require_causal_lm(source.config)
     except UserError as error:
         raise UserError(f"model {path!r}: {error}") from None
+    if classifier := next(filter(_NO_LM.fullmatch, source.config.architectures or ()), None):
+        raise UserError(
+            f"model {path!r} is a {classifier} (architectures in config.json), which has no LM head; give the model "
+            "that it was made of"
+        )
     return source.with_tensors()
 
 
@@ -178,9 +185,11 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
     """
     file = folder / "config.json"
     if not file.is_file():
+        kinds = [(depth, name) for depth in ("*", "snapshots/*") for name in ("config.json", "adapter_config.json")]
+        below = sorted({str(found.parent) for depth, name in kinds for found in folder.glob(f"{depth}/{name}")})
         raise UserError(
             f"model {path!r}: no config.json in it; give the folder that from_pretrained would load"
-            f"{of_another_format(folder)}"
+            f"{of_another_format(folder)}{'; there is one in ' * bool(below)}{' and in '.join(first_of(below, 3))}"
         )
     raw = read_json(file, dict[str, Any], f"model {path!r}: config.json")
     layers = max(_layers_in(raw), default=0)

@@ -129,6 +129,13 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
         ({"model_type": "mixtral", "num_local_experts": 4, "num_experts": 8}, "num_local_experts: 4, and .* takes 8"),
         ({"model_type": "t5"}, "'t5' is not a causal language model"),
         ({"model_type": "vit"}, "'vit' is not a causal language model"),
+        *(
+            (
+                {"model_type": "mixtral", "architectures": [f"Mixtral{ending}"]},
+                f"is a Mixtral{ending} .* no LM head; give",
+            )
+            for ending in ("ForSequenceClassification", "ForQuestionAnswering", "ForProcessRewardModel")
+        ),
     ],
 )
 def test_broken_config(tmp_path: Path, config: object, message: str) -> None:
@@ -138,6 +145,11 @@ def test_broken_config(tmp_path: Path, config: object, message: str) -> None:
 
 def test_folder_without_config_and_a_file_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
+        find_model_source(str(tmp_path))
+    for below in ("snapshots/ab12/config.json", "checkpoint-50/adapter_config.json"):  # of the hub's cache, of trainers
+        (tmp_path / below).parent.mkdir(parents=True)
+        (tmp_path / below).touch()
+    with pytest.raises(UserError, match=r"no config\.json.*there is one in .*/checkpoint-50 and in .*/snapshots/ab12$"):
         find_model_source(str(tmp_path))
     for name, content in (("config.json", '{"model_type": "mixtral"}'), ("adapter_model.safetensors", "")):
         (tmp_path / name).write_text(content)
