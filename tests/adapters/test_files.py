@@ -134,6 +134,7 @@ def test_weights_beside_an_adapter_and_factors_that_change_nothing_are_said(
         "adapter_0.pt": r"adapter_0\.pt is a pickle.*FullModelHFCheckpointer",
         "adapter_model-00001-of-00002.safetensors": "of several shards.*save_file",
         "adapters.safetensors": r"mlx-lm's.*lora_alpha \(rank · scale\)",
+        "latest_checkpointed_iteration.txt": "AutoBridge.export_adapter_ckpt",
         "Lora-F16-LoRA.gguf": "llama.cpp.*converted from",
         "run.yaml": "is of a run: give what moetune export",
     }.items(),

@@ -10,7 +10,7 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.start_from.delta import check_delta, load_delta
 from moetune.adapt.start_from.peft_adapter import check_peft, load_peft
 from moetune.adapt.weights.base import refuse_other_headers
-from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, WEIGHTS_FILE, added_tokens
+from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, WEIGHTS_FILE, added_tokens, instead_of_weights
 from moetune.errors import UserError, counted, raise_problems
 from moetune.files import expanded
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
@@ -95,7 +95,7 @@ def open_start(adapted: Adapted) -> Start | None:
         raise UserError(f"adapt.start_from: {str(folder)!r} is a whole checkpoint; give it as model.path")
     raise UserError(
         f"adapt.start_from: {str(folder)!r} holds no PEFT adapter ({CONFIG_FILE}, {WEIGHTS_FILE}) and no delta "
-        f"({DELTA_FILE}, manifest.json)"
+        f"({DELTA_FILE}, manifest.json): {instead_of_weights(folder)}"
     )
 
 
