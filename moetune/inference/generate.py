@@ -254,7 +254,7 @@ class _Sampling(BaseModel):
     suppress_tokens: list[NonNegativeInt] | None = None
     begin_suppress_tokens: list[NonNegativeInt] | None = None
     stop_strings: str | list[str] | None = None
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: Any = None
 
 
 def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:

@@ -114,6 +114,8 @@ def test_settings_of_generation_config_that_change_the_text(
     assert "num_beams, presence_penalty: not applied" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"suppress_tokens\.0: -1"):
         text(suppress_tokens=[-1])
+    with pytest.raises(UserError, match=r"eos_token_id .*: '</s>' is no id of a token; .*</s> has 2"):
+        text(eos_token_id="</s>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": ["a"], "suppress_tokens": ids}))
     assert predict_generate(find(str(tmp_path), device="cpu"), 3, 4).fullest.peak_allocated
 
