@@ -30,6 +30,7 @@ from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
 from moetune.adapt.weights.random import fill_randomly
 from moetune.adapt.weights.target import LoadTarget
+from moetune.compat.peft import NoAdapters
 from moetune.compat.transformers import keep_vocabulary, save_what_trains, set_attention
 from moetune.config.schema import Part
 from moetune.experts.bank import ExpertLora
@@ -241,6 +242,7 @@ def build(
     if device.type != "meta" and ranks.is_single:
         save_what_trains(model, adapted.learned(), ADAPTED)
         keep_vocabulary(model)
+        model.peft_config = NoAdapters()
     return adapted
 
 

@@ -65,7 +65,7 @@ def in_memory(adapted: Adapted) -> FinishedRun:
     if others := [name for name, p in parameters if p.requires_grad and chosen.get(name) is not p]:
         raise UserError(
             f"the model trains what its run file does not choose, which an export would leave out: "
-            f"{', '.join(first_of(others, 3))}; choose it in adapt: instead, without peft_config and requires_grad_"
+            f"{', '.join(first_of(others, 3))}; choose it in adapt: instead, without requires_grad_"
         )
     for name, tensor in adapted.learned().items():
         if not bool(tensor.isfinite().all()):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from datasets import Dataset
@@ -92,6 +93,16 @@ def test_the_vocabulary_stays() -> None:
     assert model.get_input_embeddings().num_embeddings == model.get_output_embeddings().out_features == rows
     with pytest.raises(ValueError, match=f"{rows + 1} tokens, and the model was built with {rows}"):
         model.resize_token_embeddings(rows + 1)
+
+
+def test_pefts_adapters_are_refused() -> None:
+    raw = {"model": {"path": "tiny-mixtral"}, "adapt": {"lora": {"rank": 2, "alpha": 4, "targets": ["attention"]}}}
+    model = moetune.build(moetune.RunConfig.model_validate(raw), "cpu").model
+    parameters = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for add in (peft.get_peft_model, type(model).add_adapter):  # as TRL does with `peft_config`
+        with pytest.raises(ValueError, match=r"PEFT would add an adapter \(default\).*adapt: .* without peft_config"):
+            add(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == parameters
 
 
 def test_a_copy_saves_its_own_weights(tmp_path: Path) -> None:
