@@ -12,7 +12,7 @@ from moetune.adapt.weights.base import refuse_changed_base
 from moetune.adapt.weights.published import WEIGHTS
 from moetune.config.load import load_run_config
 from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
-from moetune.errors import UserError, first_of
+from moetune.errors import UserError, counted, first_of
 from moetune.files import expanded
 from moetune.models.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint
 from moetune.run.resolve import ResolvedModel, resolve
@@ -67,6 +67,7 @@ def in_memory(adapted: Adapted) -> FinishedRun:
             f"the model trains what its run file does not choose, which an export would leave out: "
             f"{', '.join(first_of(others, 3))}; choose it in adapt: instead, without requires_grad_"
         )
+    frozen = [name for name, parameter in chosen.items() if not parameter.requires_grad]
     for name, tensor in adapted.learned().items():
         if not bool(tensor.isfinite().all()):
             raise UserError(
@@ -75,7 +76,8 @@ def in_memory(adapted: Adapted) -> FinishedRun:
             )
     trained = {part.name: Held(part.of(parameter)) for parameter, parts in parts_of(adapted).items() for part in parts}
     trained |= {name: Held(bias) for name, bias in adapted.router_biases().items()}
-    return FinishedRun(None, adapted.run.config, None, adapted, trained, None)
+    notes = [f"{counted(len(frozen), 'chosen tensor')}, as {frozen[0]}, were frozen: did they train?"] if frozen else []
+    return FinishedRun(None, adapted.run.config, None, adapted, trained, None, tuple(notes))
 
 
 def open_run(path: Path) -> FinishedRun:
