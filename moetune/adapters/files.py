@@ -176,6 +176,12 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
         raise UserError(f"{no_lora}: peft_type is {shown(kind)}, not LORA")
     if "lora_alpha" not in settings:
         raise UserError(f"{no_lora}: it has no lora_alpha")
+    if str(start := settings.get("init_lora_weights")).startswith(("pissa_niter", "lora_ga")):
+        raise UserError(
+            f"{where}: {CONFIG_FILE}: init_lora_weights: {start} changed the base's weights before training, and PEFT "
+            "does not repeat that when it loads the adapter: save it as plain LoRA where it was trained, with "
+            "path_initial_model_for_weight_conversion (pissa_convert in LLaMA-Factory)"
+        )
     for key, setting in settings.items():
         if setting and key not in _SETTINGS and (key.startswith("use_") or key.endswith("_config")):
             raise UserError(
