@@ -143,8 +143,9 @@ def find_model_source(path: str) -> ModelSource:
     elif _HUB_ID.fullmatch(path):
         source = _of(path, _config_from_hub(path), path)
     else:
-        known = model_names()
+        known, on_hub = model_names(), re.search(r"(?:huggingface\.co|hf\.co|hf:/)/([\w-][\w.-]*/[\w.-]+)", path)
         hint = suggest(path, known) or f" The catalog has: {', '.join(known)}."
+        hint = hint if on_hub is None else f" Give {on_hub[1]}."
         raise UserError(
             f"model {path!r}: neither a catalog name, nor a folder that exists, nor a hub id (owner/name).{hint}"
         )
@@ -184,6 +185,8 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
     Raises `UserError` if there is no valid config.json, or transformers does not support its model type.
     """
     file = folder / "config.json"
+    if folder.is_file():
+        raise UserError(f"model {path!r} is a file; give its folder{of_another_format(folder.parent)}")
     if not file.is_file():
         kinds = [(depth, name) for depth in ("*", "snapshots/*") for name in ("config.json", "adapter_config.json")]
         below = sorted({str(found.parent) for depth, name in kinds for found in folder.glob(f"{depth}/{name}")})

@@ -66,6 +66,7 @@ def test_a_model_is_counted_whose_attention_needs_another_package(tmp_path: Path
     ("name", "message"),
     [
         ("mixtral-8x7", "'mixtral-8x7'.*Did you mean 'mixtral-8x7b'"),
+        ("https://huggingface.co/unsloth/Qwen3-30B-A3B/tree/main", r"Give unsloth/Qwen3-30B-A3B\.$"),
         ("./no/such/folder", "'./no/such/folder'.*nor a folder that exists"),
         ("", "'' cannot be a path: it is empty"),
     ],
@@ -157,7 +158,7 @@ def test_folder_without_config_and_a_file_in_its_place(tmp_path: Path) -> None:
         find_model_source(str(tmp_path))
     file = tmp_path / "model.safetensors"
     file.touch()
-    with pytest.raises(UserError, match=r"no config\.json"):
+    with pytest.raises(UserError, match=r"model\.safetensors' is a file; give its folder; it holds adapter_model"):
         find_model_source(str(file))
 
 
