@@ -37,6 +37,7 @@ ADAPTED = "moetune-adapted"
 """Model type in the checkpoints that other trainers write of adapted models."""
 _DERIVED = ("head_dim", "sliding_window")
 """Settings that transformers computes from others of some types, which the checkpoint's shapes or a flag agree with."""
+_OF_ADAPTERS = (".json", ".safetensors", ".bin")
 _NEARLY = 0.9
 """Similarity from which on a setting that a type lacks is taken for one of its own, misspelled."""
 _MOST_LAYERS = 1000
@@ -210,10 +211,11 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
             f"model {path!r}: transformers does not know model type {raw['model_type']!r}, and code from a "
             f"model folder is never run.{hint}"
         )
-    if (folder / "adapter_model.safetensors").is_file():
+    if of_adapter := sorted(found.name for found in folder.glob("adapter_*") if found.suffix in _OF_ADAPTERS):
         raise UserError(
-            f"model {path!r} holds an adapter beside its config.json, which would not be read; move the "
-            "adapter's files to a folder of their own, for adapt.start_from or moetune adapter merge"
+            f"model {path!r} holds an adapter beside its config.json ({of_adapter[0]}), which would not be read here, "
+            "and which transformers reads instead; move the adapter's files to a folder of their own, for "
+            "adapt.start_from or moetune adapter merge, or remove what a merge left"
         )
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

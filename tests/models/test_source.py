@@ -152,10 +152,11 @@ def test_folder_without_config_and_a_file_in_its_place(tmp_path: Path) -> None:
         (tmp_path / below).touch()
     with pytest.raises(UserError, match=r"no config\.json.*there is one in .*/checkpoint-50 and in .*/snapshots/ab12$"):
         find_model_source(str(tmp_path))
-    for name, content in (("config.json", '{"model_type": "mixtral"}'), ("adapter_model.safetensors", "")):
-        (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=r"holds an adapter beside its config\.json"):
-        find_model_source(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    for name in ("adapter_model.safetensors", "adapter_config.json"):  # the latter alone stays where a merge is saved
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=rf"holds an adapter beside its config\.json \({name}\)"):
+            find_model_source(str(tmp_path))
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(UserError, match=r"model\.safetensors' is a file; give its folder; it holds adapter_model"):
