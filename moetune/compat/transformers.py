@@ -78,7 +78,7 @@ def save_what_trains(model: PreTrainedModel, names: Iterable[str], model_type: s
 
 def keep_as_built(model: PreTrainedModel, chosen: Sequence[nn.Parameter]) -> None:
     """Make `resize_token_embeddings` keep embeddings that have a row for each token, and refuse to add rows; make `to`,
-    `half` and `bfloat16` refuse another dtype, and training passes the `chosen` parameters if all are frozen."""
+    `half` and `bfloat16` refuse 16 bits, and training passes the `chosen` parameters if all are frozen."""
 
     def resize_token_embeddings(
         self: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **options: Any
@@ -92,8 +92,8 @@ def keep_as_built(model: PreTrainedModel, chosen: Sequence[nn.Parameter]) -> Non
         return embeddings
 
     def to(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
-        if cast := [value for value in (*args, *options.values()) if isinstance(value, torch.dtype)]:
-            raise ValueError(f"{cast[0]} would round scales of quantized weights too; set model.dtype in the run file")
+        for dtype in {*args, *options.values()} & {torch.float16, torch.bfloat16}:
+            raise ValueError(f"{dtype} would round scales of quantized weights too; set model.dtype in the run file")
         return type(self).to(self, *args, **options)
 
     def refuse_frozen(self: nn.Module, *_: Any) -> None:

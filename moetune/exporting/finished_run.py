@@ -109,6 +109,12 @@ def open_run(path: Path) -> FinishedRun:
     trained = read_header(checkpoint / TRAINED_FILE)
     # The checkpoint is whole: the settings by which ranks divided the work do not matter any more.
     alone = config.but(parallel=ParallelConfig(), hardware=HardwareConfig())
+    model = expanded(config.model.path)
+    if model.is_absolute() and not model.exists():
+        raise UserError(
+            f"{str(path)!r} was trained on {str(model)!r}, which is not there; put it back, or where it is now as "
+            f"model.path in {path / RUN_FILE}"
+        )
     adapted = build(resolve(alone, "cuda"), "meta")
     notes = refuse_changed_model(folder, adapted.run.model)
     expected = {
