@@ -242,7 +242,7 @@ def _ignored(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
             near = () if key in known else get_close_matches(key, known - section.keys(), 1, _NEARLY)
             if near and isinstance(value, int | float) and value != getattr(part, near[0]):
                 yield f"says {key}: {shown(value)}, which {part.model_type!r} does not have; correct it to {near[0]}"
-            if numbers and value != taken and key not in _DERIVED:
+            if numbers and value not in (taken, -1) and key not in _DERIVED:  # -1 asks for what the type computes
                 yield f"says {key}: {shown(value)}, and transformers takes {shown(taken)}, by another key; remove one"
         ropes = getattr(part, "rope_parameters", None) or {}
         of_names: dict[str, Any] = {"": {"rope_theta": section.get("rope_theta")}}

@@ -144,6 +144,11 @@ def test_broken_config(tmp_path: Path, config: object, message: str) -> None:
         find_model_source(folder_with(tmp_path, config))
 
 
+def test_a_number_that_stands_for_what_the_type_computes_is_no_other(tmp_path: Path) -> None:
+    config = {"model_type": "ernie4_5_moe", "num_hidden_layers": 4, "moe_layer_end_index": -1}
+    assert find_model_source(folder_with(tmp_path, config)).config.moe_layer_end_index == 3
+
+
 def test_folder_without_config_and_a_file_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
         find_model_source(str(tmp_path))
