@@ -38,6 +38,7 @@ _OTHER_FORMATS = {
     r"global_step\d+": "DeepSpeed's shards, which python zero_to_fp32.py . NEW_FOLDER --safe_serialization joins there",
     r".*\.distcp": "torch's shards, which accelerate merge-weights {0} NEW_FOLDER joins",
     r"pytorch_model_fsdp_0": "torch's shards, which accelerate merge-weights {0}/pytorch_model_fsdp_0 NEW_FOLDER joins",
+    r"latest_checkpointed_iteration\.txt": "of Megatron's shards, which Megatron-Bridge's AutoBridge.export_ckpt joins",
     r"pytorch_model.*\.bin": 'written again by python -c "from transformers import AutoModelForCausalLM as Model; '
     "Model.from_pretrained('{0}', dtype='auto').save_pretrained('NEW_FOLDER')\"",
     r"model-\d+-of-\d+\.safetensors": f"its {INDEX_FILE} is missing; copy it there from where the model is published",

@@ -158,6 +158,7 @@ def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
         ("adapter_model.safetensors", "an adapter, which moetune adapter merge BASE"),
         ("delta.safetensors", "a delta, which moetune apply"),
         ("global_step10", "zero_to_fp32.py"),
+        ("latest_checkpointed_iteration.txt", "AutoBridge.export_ckpt joins"),
         ("model-00001-of-00002.safetensors", "index.json is missing"),
         ("m-Q4_K_M.gguf", "as it is published for transformers"),
     ],

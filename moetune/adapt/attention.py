@@ -17,6 +17,7 @@ and keys, d_v of values; n documents.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
-from moetune.adapt.documents import document_lengths, is_split_by_documents, layers_with_state, split_by_documents
+from moetune.adapt.documents import (
+    DOCUMENT_LENGTHS,
+    document_lengths,
+    is_split_by_documents,
+    layers_with_state,
+    split_by_documents,
+)
 from moetune.adapt.flash import within_documents
 from moetune.compat.transformers import (
     CACHE,
@@ -51,6 +58,7 @@ BY_DOCUMENTS = "masked_by_documents"
 MASKED_SINKS = "sdpa_with_sink"
 """The name of `sdpa_with_sink`, for which transformers makes the mask that it makes for eager attention."""
 
+_STARTS = "cu_seq_lens_q"
 Capability = tuple[int, int]
 
 
@@ -87,21 +95,34 @@ def is_varlen(model: PreTrainedModel) -> bool:
 
 
 def give_way_to_masks(model: PreTrainedModel) -> None:
-    """Make a model that separates documents by offsets change to transformers' mask as soon as a forward pass needs it.
+    """Make a model that separates documents by offsets change to transformers' mask as soon as a forward pass needs it,
+    and find the offsets in `position_ids` where only these are given, as other trainers do.
 
-    That is a pass with keys of earlier tokens (text generation), or with rows that are padded on their left. The change
-    is for good. Rows that are padded on the right need no mask: no token attends to what follows it.
+    A mask is needed in a pass with keys of earlier tokens (text generation), or with rows that are padded on their
+    left. The change is for good. Rows that are padded on the right need no mask: no token attends to what follows it.
     """
-    if attention_name(model) in (VARLEN, BY_DOCUMENTS):
-        hook = partial(_give_way, by_mask=_by_mask(model))
+    if attention_name(model) in (VARLEN, BY_DOCUMENTS) or _is_split(model):
+        hook = partial(_give_way, model=model, by_mask=_by_mask(model))
         decoder_stack(model).register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _give_way(stack: Any, _: Any, given: dict[str, Any], *, by_mask: str) -> None:
-    mask = given.get("attention_mask")
+def _give_way(stack: Any, args: Any, given: dict[str, Any], *, model: PreTrainedModel, by_mask: str) -> Any:
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
     is_padded = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
     if is_padded or given.get("use_cache") or given.get(CACHE) is not None:
-        set_attention(stack.config, by_mask)
+        if attention_name(model) in (VARLEN, BY_DOCUMENTS):
+            set_attention(stack.config, by_mask)
+    elif mask is None and positions is not None and (DOCUMENT_LENGTHS if _is_split(model) else _STARTS) not in given:
+        if positions.dim() == 3:  # one of text, and those of images
+            positions = positions[0]
+        starts = positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+        ends = [*starts.flatten().nonzero().flatten().tolist(), starts.numel()]
+        return args, given | document_inputs(model)([end - start for start, end in pairwise(ends)])
+    return None
+
+
+def _is_split(model: PreTrainedModel) -> bool:
+    return any(map(is_split_by_documents, decoder_layers(model).values()))
 
 
 def _by_mask(model: PreTrainedModel) -> str:
@@ -178,7 +199,7 @@ def _largest_head(plain: PreTrainedModel) -> int:
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Any, **passed: Any) -> Any:
         window = getattr(given, "window", None)
-        fits = "cu_seq_lens_q" in passed and window is not None and window == (passed.get("sliding_window") or 0)
+        fits = _STARTS in passed and window is not None and window == (passed.get("sliding_window") or 0)
         calls.append((module, query.shape[-1], fits and not any(passed.get(name) for name in _UNSUPPORTED)))
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -251,8 +272,7 @@ def document_inputs(model: PreTrainedModel) -> Callable[[Sequence[int]], dict[st
     These are the keyword arguments by which the model keeps the documents apart; {} for a model that does so by a mask
     alone, which transformers makes from `position_ids`.
     """
-    by_offsets = wants_cu_seqlens(model)
-    by_lengths = any(map(is_split_by_documents, decoder_layers(model).values()))
+    by_offsets, by_lengths = wants_cu_seqlens(model), _is_split(model)
 
     def inputs(lengths: Sequence[int]) -> dict[str, Any]:
         return (cu_seqlens(lengths) if by_offsets else {}) | (document_lengths(lengths) if by_lengths else {})
@@ -270,7 +290,7 @@ def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:
     starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
     # Two tensors here too, because copying the batch to a device makes two.
-    ends = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts.clone()}
+    ends = {_STARTS: starts, "cu_seq_lens_k": starts.clone()}
     return ends | {"max_length_q": longest, "max_length_k": longest}
 
 

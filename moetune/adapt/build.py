@@ -30,7 +30,8 @@ from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
 from moetune.adapt.weights.random import fill_randomly
 from moetune.adapt.weights.target import LoadTarget
-from moetune.compat.transformers import keep_vocabulary, save_what_trains, set_attention
+from moetune.compat.peft import NoAdapters
+from moetune.compat.transformers import keep_as_built, save_what_trains, set_attention
 from moetune.config.schema import Part
 from moetune.experts.bank import ExpertLora
 from moetune.experts.context import ExpertContext
@@ -240,7 +241,8 @@ def build(
     adapted = Adapted(whole, model, ranks, context, None if run is whole else run)
     if device.type != "meta" and ranks.is_single:
         save_what_trains(model, adapted.learned(), ADAPTED)
-        keep_vocabulary(model)
+        keep_as_built(model, [*adapted.trainable().values()])
+        model.peft_config = NoAdapters()
     return adapted
 
 

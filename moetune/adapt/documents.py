@@ -26,7 +26,7 @@ from moetune.models.stack import decoder_layers
 
 DOCUMENT_LENGTHS = "document_lengths"
 """Name of the keyword argument with which a batch gives a model the lengths of its documents."""
-_OF_ATTENTION = frozenset({DOCUMENT_LENGTHS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+_OF_PACKING = frozenset((DOCUMENT_LENGTHS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
 
 
 class _Current:
@@ -115,7 +115,7 @@ def modules_with_state(layer: nn.Module) -> list[nn.Module]:
 def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward method of a module with a state: run it on packed documents as on each alone, and join the outputs."""
     forward, lengths = partial(type(module).forward, module), current.lengths
-    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ATTENTION}
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_PACKING}
     first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     rows, tokens = first.shape[:2]
     if lengths is None or len(lengths) == rows:

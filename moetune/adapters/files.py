@@ -59,6 +59,8 @@ _OTHER_FILES = {
     "delta.safetensors": "is a delta, which holds no factors: moetune apply",
     "*.gguf": "is for llama.cpp, and not read: take the adapter that it was converted from",
     "adapter_*.bin": _PICKLE,
+    "latest_checkpointed_iteration.txt": "is of Megatron's shards: AutoBridge.export_adapter_ckpt of Megatron-Bridge "
+    "writes an adapter of them",
     "trainer_state.json": "is of a trainer's checkpoint without an adapter: resume it, then write one",
     **dict.fromkeys(("*.pt", "*.pth"), _PICKLE),
 }
@@ -167,16 +169,19 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
     """
     where = f"adapter {str(folder)!r}"
     if not (folder / WEIGHTS_FILE).is_file():
-        below = sorted(str(file.parent.relative_to(folder)) for file in folder.glob(f"*/{WEIGHTS_FILE}"))
-        hint = f"; there is one in {' and in '.join(first_of(below))}" if below else ""
-        others = (f"{file.name} {why}" for name, why in _OTHER_FILES.items() for file in sorted(folder.glob(name)))
-        raise UserError(f"{where}: {next(others, f'there is no {WEIGHTS_FILE} in it{hint}')}")
+        raise UserError(f"{where}: {instead_of_weights(folder)}")
     settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"{where}: {CONFIG_FILE}")
     kind, no_lora = settings.get("peft_type"), f"{where}: {CONFIG_FILE} describes no LoRA adapter"
     if kind != "LORA":
         raise UserError(f"{no_lora}: peft_type is {shown(kind)}, not LORA")
     if "lora_alpha" not in settings:
         raise UserError(f"{no_lora}: it has no lora_alpha")
+    if str(start := settings.get("init_lora_weights")).startswith(("pissa_niter", "lora_ga")):
+        raise UserError(
+            f"{where}: {CONFIG_FILE}: init_lora_weights: {start} changed the base's weights before training, and PEFT "
+            "does not repeat that when it loads the adapter: save it as plain LoRA where it was trained, with "
+            "path_initial_model_for_weight_conversion (pissa_convert in LLaMA-Factory)"
+        )
     for key, setting in settings.items():
         if setting and key not in _SETTINGS and (key.startswith("use_") or key.endswith("_config")):
             raise UserError(
@@ -207,6 +212,15 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scale
         if rows and rank > max(rows):
             raise UserError(f"{where}: {CONFIG_FILE}: rank {rank}, and its factors have {max(rows)} rows")
     return settings, tensors, scales
+
+
+def instead_of_weights(folder: Path) -> str:
+    """Return what is in a folder without an adapter's weights: a file of another program and what to do, or that there
+    is no file, and in which folders below there is one."""
+    below = sorted(str(file.parent.relative_to(folder)) for file in folder.glob(f"*/{WEIGHTS_FILE}"))
+    hint = f"; there is one in {' and in '.join(first_of(below))}" if below else ""
+    others = (f"{file.name} {why}" for name, why in _OTHER_FILES.items() for file in sorted(folder.glob(name)))
+    return next(others, f"there is no {WEIGHTS_FILE} in it{hint}")
 
 
 def _refuse_unread(folder: Path, header: Mapping[str, Stored]) -> None:

@@ -21,6 +21,19 @@ class LoraFactor(nn.Linear):
         return linear(x, self.weight.to(x.dtype))
 
 
+class NoAdapters(dict[str, Any]):
+    """For a model's `peft_config`, where PEFT puts the settings of adapters before it adds them: it takes none."""
+
+    def __setitem__(self, name: str, settings: Any) -> None:
+        raise ValueError(
+            f"PEFT would add an adapter ({name}), which exports leave out; choose what trains in adapt: of the run "
+            "file, without peft_config"
+        )
+
+    def update(self, settings: Any) -> None:  # type: ignore[override]
+        self[", ".join(settings)] = settings
+
+
 _TARGETS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 
 

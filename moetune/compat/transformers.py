@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -76,8 +76,9 @@ def save_what_trains(model: PreTrainedModel, names: Iterable[str], model_type: s
     model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[method-assign]  # a copy's own, if copied
 
 
-def keep_vocabulary(model: PreTrainedModel) -> None:
-    """Make `resize_token_embeddings` keep embeddings that have a row for each token, and refuse to add rows."""
+def keep_as_built(model: PreTrainedModel, chosen: Sequence[nn.Parameter]) -> None:
+    """Make `resize_token_embeddings` keep embeddings that have a row for each token, and refuse to add rows; make `to`,
+    `half` and `bfloat16` refuse 16 bits, and training passes the `chosen` parameters if all are frozen."""
 
     def resize_token_embeddings(
         self: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **options: Any
@@ -90,7 +91,23 @@ def keep_vocabulary(model: PreTrainedModel) -> None:
             )
         return embeddings
 
+    def to(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
+        for dtype in {*args, *options.values()} & {torch.float16, torch.bfloat16}:
+            raise ValueError(f"{dtype} would round scales of quantized weights too; set model.dtype in the run file")
+        return type(self).to(self, *args, **options)
+
+    def refuse_frozen(self: nn.Module, *_: Any) -> None:
+        if self.training and torch.is_grad_enabled() and not any(p.requires_grad for p in chosen):
+            raise ValueError(
+                "nothing in the model requires a gradient any more, so nothing would train; leave out what froze it, "
+                "such as prepare_model_for_kbit_training"
+            )
+
     model.resize_token_embeddings = MethodType(resize_token_embeddings, model)  # type: ignore[method-assign]
+    model.to = MethodType(to, model)  # type: ignore[assignment]
+    model.half = MethodType(lambda self: self.to(torch.float16), model)  # type: ignore[method-assign]
+    model.bfloat16 = MethodType(lambda self: self.to(torch.bfloat16), model)  # type: ignore[method-assign]
+    model.register_forward_pre_hook(refuse_frozen)
 
 
 def chat_template_environment() -> Environment:

@@ -8,17 +8,16 @@ import re
 import types
 import typing
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from moetune.config.other_names import OTHER_NAMES
+from moetune.config.other_names import MADE_FOR, OTHER_NAMES
 from moetune.config.recipes import recipes
 from moetune.config.schema import ChoiceConfig, PartOptimizers, RunConfig, data_sets, path_and_split
-from moetune.errors import UserError, raise_problems, reading, shown, suggest
+from moetune.errors import UserError, first_of, raise_problems, reading, shown, suggest
 from moetune.files import Ledger, expanded, names_in
 
 _MOST_BYTES = 2**16
@@ -69,6 +68,8 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
         if path.stem in recipes():  # the guides use paths of the repository's configs/, which has the recipes
             near = f" moetune init {path.stem} --out {path.name} writes that recipe here."
         raise UserError(f"{what} cannot be read: No such file or directory{near and '.'}{near}")
+    if path.is_dir():
+        raise UserError(f"{what} is a folder; give the file in it, as {path / 'run.yaml'}, which a run's folder has")
     with reading(what), path.open("rb") as file:
         text = file.read(_MOST_BYTES + 1).decode("utf-8")
     raw = parse(text, what)
@@ -92,10 +93,9 @@ def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) ->
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        lines = list(islice(_explain(error), _MOST_PROBLEMS))
-        if error.error_count() > len(lines):
-            lines.append(f"and {error.error_count() - len(lines):,} more")
-        raise UserError(f"{what}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+        lines = first_of([*_explain(error)], _MOST_PROBLEMS)
+        made_for = next((f" {kind}" for key, kind in MADE_FOR.items() if key in raw and "adapt" not in raw), "")
+        raise UserError(f"{what}{made_for}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
 def parse(text: str, what: str) -> Any:
@@ -244,7 +244,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: ValidationError) -> Iterable[str]:
-    """Yield a line for each validation problem of a run file: the key, its value, and what would be valid."""
+    """Yield a line for each validation problem of a run file: the key, its value, and what would be valid; one for all
+    unknown keys of a section that are like none of its own."""
+    unknown: dict[tuple[str, ...], list[str]] = {}
     for item in error.errors():
         where = ".".join(str(part)[:80] for part in item["loc"] if part not in _UNION_TAGS)
         value = shown(item["input"])
@@ -253,10 +255,13 @@ def _explain(error: ValidationError) -> Iterable[str]:
             case "extra_forbidden":
                 known = _fields_at(item["loc"][:-1])
                 ours = OTHER_NAMES.get(str(item["loc"][-1]))
-                hint = suggest(str(item["loc"][-1]), known) or f" Known keys: {', '.join(known)}."
+                hint = suggest(str(item["loc"][-1]), known)
                 if ours is not None and ours != where:
                     hint = f" Here it is {ours}."
-                yield f"{where}: unknown key.{hint}"
+                if hint:
+                    yield f"{where}: unknown key.{hint}"
+                else:
+                    unknown.setdefault((*known,), []).append(where)
             case "missing":
                 yield f"{where}: missing, and required"
             case "literal_error":
@@ -272,6 +277,9 @@ def _explain(error: ValidationError) -> Iterable[str]:
                 yield f"{where}{where and ': '}{item['ctx']['error']}"
             case _:
                 yield f"{where}: {value} is not valid: {item['msg'][:300]}"
+    for keys_there, names in unknown.items():
+        said = f"unknown key{'s' * (len(names) > 1)}. Known keys: {', '.join(keys_there)}."
+        yield f"{', '.join(first_of(names))}: {said}"
 
 
 _UNION_TAGS = frozenset((

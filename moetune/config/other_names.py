@@ -39,3 +39,17 @@ OTHER_NAMES = {
     **dict.fromkeys(("output_dir", "save_dir"), "output"),
 }
 """Key of another tool -> the key of a run file with the same meaning, for hints in messages."""
+_TOOLS = {
+    "datasets": "Axolotl", "sequence_len": "Axolotl", "finetuning_type": "LLaMA-Factory", "do_train": "LLaMA-Factory",
+    "train_type": "ms-swift", "tuner_type": "ms-swift", "checkpointer": "torchtune", "lora_parameters": "mlx-lm",
+    "step_scheduler": "NeMo AutoModel", "actor_rollout_ref": "verl", "per_device_train_batch_size": "a trainer",
+}  # fmt: skip
+MADE_FOR = {
+    "architectures": "is a model's config.json; model.path takes its folder",
+    "peft_type": "is an adapter's settings; adapt.start_from takes its folder",
+    "log_history": "is the state of a trainer of transformers; resume it with that trainer",
+    "compute_environment": "is for accelerate launch --config_file; moetune train starts its own ranks",
+    "zero_optimization": "is DeepSpeed's; parallel.deepspeed takes it",
+    **{key: f"is for {tool}; moetune init writes one, and its keys are named below" for key, tool in _TOOLS.items()},
+}
+"""Key at the top of a file of another tool -> what the file is, and what to do with it."""

@@ -12,7 +12,7 @@ from moetune.adapt.weights.base import refuse_changed_base
 from moetune.adapt.weights.published import WEIGHTS
 from moetune.config.load import load_run_config
 from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
-from moetune.errors import UserError, first_of
+from moetune.errors import UserError, counted, first_of
 from moetune.files import expanded
 from moetune.models.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint
 from moetune.run.resolve import ResolvedModel, resolve
@@ -65,8 +65,9 @@ def in_memory(adapted: Adapted) -> FinishedRun:
     if others := [name for name, p in parameters if p.requires_grad and chosen.get(name) is not p]:
         raise UserError(
             f"the model trains what its run file does not choose, which an export would leave out: "
-            f"{', '.join(first_of(others, 3))}; choose it in adapt: instead, without peft_config and requires_grad_"
+            f"{', '.join(first_of(others, 3))}; choose it in adapt: instead, without requires_grad_"
         )
+    frozen = [name for name, parameter in chosen.items() if not parameter.requires_grad]
     for name, tensor in adapted.learned().items():
         if not bool(tensor.isfinite().all()):
             raise UserError(
@@ -75,7 +76,8 @@ def in_memory(adapted: Adapted) -> FinishedRun:
             )
     trained = {part.name: Held(part.of(parameter)) for parameter, parts in parts_of(adapted).items() for part in parts}
     trained |= {name: Held(bias) for name, bias in adapted.router_biases().items()}
-    return FinishedRun(None, adapted.run.config, None, adapted, trained, None)
+    notes = [f"{counted(len(frozen), 'chosen tensor')}, as {frozen[0]}, were frozen: did they train?"] if frozen else []
+    return FinishedRun(None, adapted.run.config, None, adapted, trained, None, tuple(notes))
 
 
 def open_run(path: Path) -> FinishedRun:
@@ -107,6 +109,12 @@ def open_run(path: Path) -> FinishedRun:
     trained = read_header(checkpoint / TRAINED_FILE)
     # The checkpoint is whole: the settings by which ranks divided the work do not matter any more.
     alone = config.but(parallel=ParallelConfig(), hardware=HardwareConfig())
+    model = expanded(config.model.path)
+    if model.is_absolute() and not model.exists():
+        raise UserError(
+            f"{str(path)!r} was trained on {str(model)!r}, which is not there; put it back, or where it is now as "
+            f"model.path in {path / RUN_FILE}"
+        )
     adapted = build(resolve(alone, "cuda"), "meta")
     notes = refuse_changed_model(folder, adapted.run.model)
     expected = {

@@ -116,8 +116,14 @@ def continued(
         stream: also print the text on stdout while it is generated; for one prompt only.
 
     Raises:
-        UserError: generation_config.json holds an invalid value; or the model computes NaN.
+        UserError: the temperature, the number of tokens or generation_config.json is invalid; or the model computes
+            NaN.
     """
+    if not (temperature == 0 or 1e-3 <= temperature <= 1e3) or max_new_tokens < 1:  # NaN is neither
+        raise UserError(
+            f"temperature={temperature}, max_new_tokens={max_new_tokens}: give a temperature of 0 or from 0.001 to "
+            "1000, and 1 token or more"
+        )
     model: Any = opened.model
     tokenizer: Any = opened.tokenizer
     pad, length = pad_token_id(tokenizer), max(map(len, prompts))
@@ -254,7 +260,7 @@ class _Sampling(BaseModel):
     suppress_tokens: list[NonNegativeInt] | None = None
     begin_suppress_tokens: list[NonNegativeInt] | None = None
     stop_strings: str | list[str] | None = None
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: Any = None
 
 
 def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:

@@ -223,7 +223,7 @@ def _settings(error: Exception, model: PreTrainedModel) -> str:
             continue
         config = getattr(module, "config", model.config.get_text_config())
         names = re.findall(r"config(?:\.|, \")(\w+)", inspect.getsource(type(module)))
-        values = {config.attribute_map.get(name, name): getattr(config, name, "") for name in names}
+        values = {(key := config.attribute_map.get(name, name)): vars(config).get(key, "") for name in names}
         sizes = [f"{name} {value}" for name, value in values.items() if value is None or type(value) is int]
         if sizes:
             return f"{paths[module]} with {', '.join(sizes)}: "

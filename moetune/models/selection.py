@@ -91,7 +91,9 @@ def select(adapt: ResolvedAdapt, structure: ModelStructure, inert: Collection[st
 _MLP: tuple[Component, ...] = ("experts", "dense_mlp")
 _OTHER_TARGETS: Mapping[str, tuple[Component, ...]] = {
     "all-linear": ("attention", *_MLP),
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value"), ("attention",)),
+    **dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "self_attn"), ("attention",)
+    ),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "mlp"), _MLP),
 }
 """Names of linear layers in other models and tools -> components that hold such layers here, for hints."""
@@ -297,7 +299,7 @@ class _Resolver:
         if meant := [c for c in _OTHER_TARGETS.get(target.rpartition(".")[2], ()) if c in components]:
             return f" Components have names of their own here: write [{', '.join(meant)}]."
         names = {piece for path in self.structure.lora_layers() for piece in path.split(".") if not piece.isdigit()}
-        return suggest(target, [*components, *(names if linear else ())]) or (
+        return suggest(target, {*components, *(names if linear else ())} - {target}) or (
             f" Components: {', '.join(components)}; patterns match names such as {self.structure.parameters[-1].name!r}"
         )
 

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moetune.errors import UserError, one_line, shown, suggest
+from moetune.errors import UserError, first_of, one_line, shown, suggest
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.source_quantization import (
@@ -37,10 +37,13 @@ ADAPTED = "moetune-adapted"
 """Model type in the checkpoints that other trainers write of adapted models."""
 _DERIVED = ("head_dim", "sliding_window")
 """Settings that transformers computes from others of some types, which the checkpoint's shapes or a flag agree with."""
+_OF_ADAPTERS = (".json", ".safetensors", ".bin")
 _NEARLY = 0.9
 """Similarity from which on a setting that a type lacks is taken for one of its own, misspelled."""
 _MOST_LAYERS = 1000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_LM = re.compile(r".*For(\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)")
+"""Classes of models that end in a classifier in place of an LM head, as reward models do."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -141,8 +144,9 @@ def find_model_source(path: str) -> ModelSource:
     elif _HUB_ID.fullmatch(path):
         source = _of(path, _config_from_hub(path), path)
     else:
-        known = model_names()
+        known, on_hub = model_names(), re.search(r"(?:huggingface\.co|hf\.co|hf:/)/([\w-][\w.-]*/[\w.-]+)", path)
         hint = suggest(path, known) or f" The catalog has: {', '.join(known)}."
+        hint = hint if on_hub is None else f" Give {on_hub[1]}."
         raise UserError(
             f"model {path!r}: neither a catalog name, nor a folder that exists, nor a hub id (owner/name).{hint}"
         )
@@ -152,6 +156,11 @@ def find_model_source(path: str) -> ModelSource:
         require_causal_lm(source.config)
     except UserError as error:
         raise UserError(f"model {path!r}: {error}") from None
+    if classifier := next(filter(_NO_LM.fullmatch, source.config.architectures or ()), None):
+        raise UserError(
+            f"model {path!r} is a {classifier} (architectures in config.json), which has no LM head; give the model "
+            "that it was made of"
+        )
     return source.with_tensors()
 
 
@@ -177,10 +186,14 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
     Raises `UserError` if there is no valid config.json, or transformers does not support its model type.
     """
     file = folder / "config.json"
+    if folder.is_file():
+        raise UserError(f"model {path!r} is a file; give its folder{of_another_format(folder.parent)}")
     if not file.is_file():
+        kinds = [(depth, name) for depth in ("*", "snapshots/*") for name in ("config.json", "adapter_config.json")]
+        below = sorted({str(found.parent) for depth, name in kinds for found in folder.glob(f"{depth}/{name}")})
         raise UserError(
             f"model {path!r}: no config.json in it; give the folder that from_pretrained would load"
-            f"{of_another_format(folder)}"
+            f"{of_another_format(folder)}{'; there is one in ' * bool(below)}{' and in '.join(first_of(below, 3))}"
         )
     raw = read_json(file, dict[str, Any], f"model {path!r}: config.json")
     layers = max(_layers_in(raw), default=0)
@@ -198,10 +211,11 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
             f"model {path!r}: transformers does not know model type {raw['model_type']!r}, and code from a "
             f"model folder is never run.{hint}"
         )
-    if (folder / "adapter_model.safetensors").is_file():
+    if of_adapter := sorted(found.name for found in folder.glob("adapter_*") if found.suffix in _OF_ADAPTERS):
         raise UserError(
-            f"model {path!r} holds an adapter beside its config.json, which would not be read; move the "
-            "adapter's files to a folder of their own, for adapt.start_from or moetune adapter merge"
+            f"model {path!r} holds an adapter beside its config.json ({of_adapter[0]}), which would not be read here, "
+            "and which transformers reads instead; move the adapter's files to a folder of their own, for "
+            "adapt.start_from or moetune adapter merge, or remove what a merge left"
         )
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -228,7 +242,7 @@ def _ignored(raw: dict[str, Any], config: PretrainedConfig) -> Iterator[str]:
             near = () if key in known else get_close_matches(key, known - section.keys(), 1, _NEARLY)
             if near and isinstance(value, int | float) and value != getattr(part, near[0]):
                 yield f"says {key}: {shown(value)}, which {part.model_type!r} does not have; correct it to {near[0]}"
-            if numbers and value != taken and key not in _DERIVED:
+            if numbers and value not in (taken, -1) and key not in _DERIVED:  # -1 asks for what the type computes
                 yield f"says {key}: {shown(value)}, and transformers takes {shown(taken)}, by another key; remove one"
         ropes = getattr(part, "rope_parameters", None) or {}
         of_names: dict[str, Any] = {"": {"rope_theta": section.get("rope_theta")}}

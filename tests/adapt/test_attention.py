@@ -168,6 +168,36 @@ def test_attention_gives_way_to_a_mask_where_a_pass_needs_one(model_type: str, n
     assert model.generate(input_ids=ids, attention_mask=left, use_cache=True, **wanted).equal(written)
 
 
+@pytest.mark.usefixtures("flash_on_cpu")
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("gpt_oss", BY_DOCUMENTS),
+        ("gpt_oss", VARLEN),
+        ("lfm2_moe", "sdpa"),
+        ("lfm2_moe", VARLEN),
+        ("qwen3_5_moe", VARLEN),
+    ],
+)
+def test_documents_are_found_in_positions(model_type: str, name: str) -> None:
+    """Other trainers give these alone: TRL with `packing`, transformers with `DataCollatorWithFlattening`."""
+    model: Any = toy_model(model_type).train().float()
+    ids = torch.randint(3, VOCAB, (2, 10), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 0, 0, 1, 2, 3]])
+    with_attention(model, name)
+    split_by_documents(model)
+    give_way_to_masks(model)
+    for rows in (1, 2):
+        numbers = positions[:rows].eq(0).cumsum(-1)  # which TRL gives too, for kernels of packages
+        packed = model(input_ids=ids[:rows], position_ids=positions[:rows], seq_idx=numbers, use_cache=False).logits
+        apart = [
+            model(input_ids=document[None], use_cache=False).logits[0]
+            for row, lengths in zip(ids[:rows], ([4, 6], [2, 3, 1, 4]), strict=False)
+            for document in row.split(lengths)
+        ]
+        torch.testing.assert_close(packed.flatten(0, 1), torch.cat(apart), atol=1e-5, rtol=1e-4)
+
+
 def test_offsets_are_the_sums_of_lengths() -> None:
     told = cu_seqlens([3, 2, 1, 4])
     assert told["cu_seq_lens_q"].tolist() == told["cu_seq_lens_k"].tolist() == [0, 3, 5, 6, 10]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -111,9 +112,13 @@ def test_yaml_merge_keys_work(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    reasons = {"missing.yaml": "No such file", "binary.yaml": "'utf-8'", "": "Is a directory"}
+    reasons = {
+        "missing.yaml": "cannot be read: No such file",
+        "binary.yaml": "cannot be read: 'utf-8'",
+        "": f"is a folder; give the file in it, as {tmp_path}/run.yaml",
+    }
     for name, reason in reasons.items():
-        with pytest.raises(UserError, match=f"cannot be read: {reason}"):
+        with pytest.raises(UserError, match=reason):
             load_run_config(tmp_path / name)
 
 
@@ -213,6 +218,26 @@ def test_keys_of_other_tools_are_named(written: str, said: str, tmp_path: Path) 
         f"model: {{path: tiny-mixtral}}\n{'' if written.startswith('adapt') else 'adapt: {router: all}'}\n{written}\n"
     )
     assert problems(tmp_path, text).splitlines()[1:] == [f"  {said}"]
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("base_model: a/b\nsequence_len: 4\nstrict: false\ntf32: true", "is for Axolotl; moetune init writes one"),
+        ("stage: sft\ndo_train: true", "is for LLaMA-Factory; moetune init"),
+        ("compute_environment: LOCAL_MACHINE", "is for accelerate launch .* moetune train starts its own ranks"),
+        ('{"zero_optimization": {"stage": 3}}', "is DeepSpeed's; parallel.deepspeed takes it"),
+        ('{"peft_type": "LORA", "r": 8}', "is an adapter's settings; adapt.start_from takes its folder"),
+        ('{"architectures": ["MixtralForCausalLM"]}', "is a model's config.json; model.path takes its folder"),
+    ],
+)
+def test_a_file_of_another_tool_is_named(written: str, said: str, tmp_path: Path) -> None:
+    """And its keys that none here is like are in one line."""
+    first, *rest = problems(tmp_path, written).splitlines()
+    assert re.search(said, first)
+    assert sum("Known keys" in line for line in rest) <= 1
+    assert "  model: missing, and required" in rest
+    assert ("  strict, tf32: unknown keys. Known keys: model, adapt" in "\n".join(rest)) is ("tf32" in written)
 
 
 @pytest.mark.parametrize(("written", "kept"), [("wandb", ("wandb",)), ("[wandb]", ("wandb",)), ("none", ())])

@@ -40,6 +40,10 @@ def test_the_base_is_what_is_there_now(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has changed since the run in '.*run' was trained on it"):
         export(run.path, "merged", tmp_path / "of-folder")
     export(run.adapted, "merged", tmp_path / "of-model")
+    base.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"was trained on '.*base', which is not there; .*model\.path in .*run\.yaml"):
+        export(run.path, "merged", tmp_path / "of-folder")
+    (tmp_path / "moved").rename(base)
     name = "model.layers.0.block_sparse_moe.gate.weight"  # is frozen
     assert tensors_of(tmp_path / "of-model")[name].equal(tensors_of(base)[name])
 

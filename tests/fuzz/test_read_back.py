@@ -56,6 +56,7 @@ READ_BY = {
     "adapt/weights/stock.py": "model.safetensors.index.json: test_models.py",
     "adapters/files.py": "adapter/adapter_config.json",
     "models/source.py": "config.json: test_models.py",
+    "adapt/start_from/start.py": "config.json: test_models.py",
     "exporting/writers/merged.py": "config.json: test_models.py",
     "models/hub/delta_folder.py": "delta/manifest.json",
     "formats/source_quantization.py": "config.json: test_models.py",

@@ -1,6 +1,7 @@
 """Batches of prompts with a static cache generate, for every type, what each prompt generates without a cache."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -114,8 +115,16 @@ def test_settings_of_generation_config_that_change_the_text(
     assert "num_beams, presence_penalty: not applied" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"suppress_tokens\.0: -1"):
         text(suppress_tokens=[-1])
+    with pytest.raises(UserError, match=r"eos_token_id .*: '</s>' is no id of a token; .*</s> has 2"):
+        text(eos_token_id="</s>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": ["a"], "suppress_tokens": ids}))
     assert predict_generate(find(str(tmp_path), device="cpu"), 3, 4).fullest.peak_allocated
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": math.nan}, {"temperature": -1.0}, {"max_new_tokens": 0}])
+def test_a_temperature_or_length_without_meaning_is_refused(wrong: dict[str, Any], small_model: Path) -> None:
+    with pytest.raises(UserError, match=r"temperature=(nan|-1\.0|0\.0), max_new_tokens=(128|0): give"):
+        generate.generate(find(str(small_model), device="cpu"), PROMPT, **wrong)
 
 
 def test_a_prompt_that_spells_its_own_beginning(small_model: Path) -> None:

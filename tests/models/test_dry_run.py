@@ -42,6 +42,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("glm_moe_dsa", {"indexer_types": ["full"] * 6}, "indexer_types .* 6 entries, for 4 layers"),
     ("granitemoe_swa", {"layer_rope_theta": [1e4] * 3}, "layer_rope_theta has 3 entries"),
     ("granitemoe_swa", {"layer_rope_theta": [1e4] * 5}, "layer_rope_theta .* 5 entries"),
+    ("gemma4_text", {"num_attention_heads": 1}, "head_dim 8, num_attention_heads 1, num_key_value_heads 2"),  # by layer
 ]
 
 

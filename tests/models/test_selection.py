@@ -233,6 +233,7 @@ def test_runs_of_numbers_are_written_as_ranges() -> None:
     [
         ("mixtral", "all-linear", "attention, experts"),
         ("mixtral", "gate_proj", "experts"),
+        ("mixtral", "self_attn", "attention"),
         ("mixtral", "model.layers.*.mlp.w1", "experts"),
         ("deepseek_v3", "all-linear", "attention, experts, dense_mlp"),
         ("deepseek_v3", "q_proj", "attention"),

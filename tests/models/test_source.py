@@ -66,6 +66,7 @@ def test_a_model_is_counted_whose_attention_needs_another_package(tmp_path: Path
     ("name", "message"),
     [
         ("mixtral-8x7", "'mixtral-8x7'.*Did you mean 'mixtral-8x7b'"),
+        ("https://huggingface.co/unsloth/Qwen3-30B-A3B/tree/main", r"Give unsloth/Qwen3-30B-A3B\.$"),
         ("./no/such/folder", "'./no/such/folder'.*nor a folder that exists"),
         ("", "'' cannot be a path: it is empty"),
     ],
@@ -129,6 +130,13 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
         ({"model_type": "mixtral", "num_local_experts": 4, "num_experts": 8}, "num_local_experts: 4, and .* takes 8"),
         ({"model_type": "t5"}, "'t5' is not a causal language model"),
         ({"model_type": "vit"}, "'vit' is not a causal language model"),
+        *(
+            (
+                {"model_type": "mixtral", "architectures": [f"Mixtral{ending}"]},
+                f"is a Mixtral{ending} .* no LM head; give",
+            )
+            for ending in ("ForSequenceClassification", "ForQuestionAnswering", "ForProcessRewardModel")
+        ),
     ],
 )
 def test_broken_config(tmp_path: Path, config: object, message: str) -> None:
@@ -136,16 +144,27 @@ def test_broken_config(tmp_path: Path, config: object, message: str) -> None:
         find_model_source(folder_with(tmp_path, config))
 
 
+def test_a_number_that_stands_for_what_the_type_computes_is_no_other(tmp_path: Path) -> None:
+    config = {"model_type": "ernie4_5_moe", "num_hidden_layers": 4, "moe_layer_end_index": -1}
+    assert find_model_source(folder_with(tmp_path, config)).config.moe_layer_end_index == 3
+
+
 def test_folder_without_config_and_a_file_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
         find_model_source(str(tmp_path))
-    for name, content in (("config.json", '{"model_type": "mixtral"}'), ("adapter_model.safetensors", "")):
-        (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=r"holds an adapter beside its config\.json"):
+    for below in ("snapshots/ab12/config.json", "checkpoint-50/adapter_config.json"):  # of the hub's cache, of trainers
+        (tmp_path / below).parent.mkdir(parents=True)
+        (tmp_path / below).touch()
+    with pytest.raises(UserError, match=r"no config\.json.*there is one in .*/checkpoint-50 and in .*/snapshots/ab12$"):
         find_model_source(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    for name in ("adapter_model.safetensors", "adapter_config.json"):  # the latter alone stays where a merge is saved
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=rf"holds an adapter beside its config\.json \({name}\)"):
+            find_model_source(str(tmp_path))
     file = tmp_path / "model.safetensors"
     file.touch()
-    with pytest.raises(UserError, match=r"no config\.json"):
+    with pytest.raises(UserError, match=r"model\.safetensors' is a file; give its folder; it holds adapter_model"):
         find_model_source(str(file))
 
 

@@ -1,10 +1,12 @@
 """Checkpoints of transformers' and TRL's trainers: a run that resumes ends like one that was not interrupted."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from datasets import Dataset
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import moetune
 from moetune.adapt.build import Adapted
+from moetune.exporting.finished_run import in_memory
 from tests.thinned import thinned
 
 ROWS = torch.randint(5, 60, (8, 16), generator=torch.Generator().manual_seed(0))
@@ -92,6 +95,36 @@ def test_the_vocabulary_stays() -> None:
     assert model.get_input_embeddings().num_embeddings == model.get_output_embeddings().out_features == rows
     with pytest.raises(ValueError, match=f"{rows + 1} tokens, and the model was built with {rows}"):
         model.resize_token_embeddings(rows + 1)
+
+
+def test_a_cast_and_a_frozen_model_are_refused() -> None:
+    """As PEFT's prepare_model_for_kbit_training freezes it, after which Trainer would train nothing in silence."""
+    raw = {"model": {"path": "tiny-mixtral", "base": "nf4"}, "adapt": {"router": "all"}}
+    adapted = moetune.build(moetune.RunConfig.model_validate(raw), "cpu")
+    model, ids = adapted.model, torch.arange(6)[None]
+    for cast in (lambda: model.to("cpu", torch.bfloat16), lambda: model.to(dtype=torch.float16), model.half):
+        with pytest.raises(ValueError, match=r"torch\.b?float16 would round scales .* model\.dtype"):
+            cast()
+    assert model.to("cpu") is model
+    peft.prepare_model_for_kbit_training(model)
+    with torch.no_grad():
+        model(input_ids=ids)
+    model.eval()(input_ids=ids)
+    with pytest.raises(ValueError, match=r"nothing in the model requires a gradient .*prepare_model_for_kbit_training"):
+        model.train()(input_ids=ids)
+    routers = in_memory(adapted).notes
+    assert len(routers) == 1
+    assert re.fullmatch(r"4 chosen tensors, as .*gate\.weight, were frozen: did they train\?", routers[0])
+
+
+def test_pefts_adapters_are_refused() -> None:
+    raw = {"model": {"path": "tiny-mixtral"}, "adapt": {"lora": {"rank": 2, "alpha": 4, "targets": ["attention"]}}}
+    model = moetune.build(moetune.RunConfig.model_validate(raw), "cpu").model
+    parameters = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for add in (peft.get_peft_model, type(model).add_adapter):  # as TRL does with `peft_config`
+        with pytest.raises(ValueError, match=r"PEFT would add an adapter \(default\).*adapt: .* without peft_config"):
+            add(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == parameters
 
 
 def test_a_copy_saves_its_own_weights(tmp_path: Path) -> None:

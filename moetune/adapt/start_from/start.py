@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,11 +11,13 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.start_from.delta import check_delta, load_delta
 from moetune.adapt.start_from.peft_adapter import check_peft, load_peft
 from moetune.adapt.weights.base import refuse_other_headers
-from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, WEIGHTS_FILE, added_tokens
+from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, WEIGHTS_FILE, added_tokens, instead_of_weights
 from moetune.errors import UserError, counted, raise_problems
 from moetune.files import expanded
+from moetune.json_files import read_json
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
 from moetune.models.hub.fingerprint import Base
+from moetune.models.source import ADAPTED
 from moetune.run import validation
 
 _RUN_FILE, _CHECKPOINTS = "run.yaml", "checkpoints"
@@ -77,8 +80,13 @@ def open_start(adapted: Adapted) -> Start | None:
     folder = expanded(start_from)
     if not folder.is_dir():
         raise UserError(f"adapt.start_from: folder {str(folder)!r} does not exist")
-    manifest = read_manifest(folder)
+    manifest, config = read_manifest(folder), folder / "config.json"
     try:
+        if config.is_file() and read_json(config, dict[str, Any]).get("model_type") == ADAPTED:
+            raise UserError(
+                f"{str(folder)!r} is what a trainer saved of the model of moetune.build; resume it there "
+                "(resume_from_checkpoint), and give what moetune.export writes of it"
+            )
         if any((folder / name).exists() for name in _ADAPTER_FILES):
             check_peft(adapted, folder)
             return Start(folder)
@@ -91,11 +99,11 @@ def open_start(adapted: Adapted) -> Start | None:
             f"adapt.start_from: {str(folder)!r} is {'a run' if run == folder else 'a checkpoint of a run'}; write what "
             f"it trained with moetune export {run} --format peft|delta --out DIR, and give DIR"
         )
-    if (folder / "config.json").is_file():
+    if config.is_file():
         raise UserError(f"adapt.start_from: {str(folder)!r} is a whole checkpoint; give it as model.path")
     raise UserError(
         f"adapt.start_from: {str(folder)!r} holds no PEFT adapter ({CONFIG_FILE}, {WEIGHTS_FILE}) and no delta "
-        f"({DELTA_FILE}, manifest.json)"
+        f"({DELTA_FILE}, manifest.json): {instead_of_weights(folder)}"
     )
 
 

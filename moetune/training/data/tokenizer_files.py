@@ -85,10 +85,12 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
         with suppress(Exception):  # where transformers fails, nothing else is read in silence
             auto = AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
             if auto(_PROBE, verbose=False)["input_ids"] != tokenizer(_PROBE, verbose=False)["input_ids"]:
+                remedy = "set tokenizer_class: PreTrainedTokenizerFast in tokenizer_config.json"
+                if (kind := type(auto).__name__) == "MistralCommonBackend":  # whatever class is set
+                    remedy = f"remove {_TEKKEN}"
                 note(
-                    f"{folder}: what transformers 5 makes of it, and servers with it, is a {type(auto).__name__} that "
-                    "gives other tokens than tokenizer.json, which is read here: set tokenizer_class: "
-                    "PreTrainedTokenizerFast in tokenizer_config.json, in exports too"
+                    f"{folder}: what transformers 5 makes of it, and servers with it, is a {kind} that gives other "
+                    f"tokens than tokenizer.json, which is read here: {remedy}, in exports too"
                 )
     others = {"tokenizer_config.json": configs[0]}
     if file := find("chat_template.json"):  # where processors keep it

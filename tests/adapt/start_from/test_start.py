@@ -259,6 +259,15 @@ def test_what_is_neither_is_named(small_model: Path, small_data: Path, delta: Pa
     refused(starting(tmp_path / "none"), r"adapt\.start_from: folder '.*none' does not exist")
     (tmp_path / "nothing").mkdir()
     refused(starting(tmp_path / "nothing"), r"holds no PEFT adapter .* and no delta")
+    (tmp_path / "nothing" / "checkpoint-500").mkdir()
+    (tmp_path / "nothing" / "checkpoint-500" / "adapter_model.safetensors").touch()
+    refused(starting(tmp_path / "nothing"), r"holds no PEFT adapter .*; there is one in checkpoint-500")
+    (tmp_path / "nothing" / "trainer_state.json").touch()
+    refused(
+        starting(tmp_path / "nothing"), r"holds no PEFT adapter .*: trainer_state\.json is of a trainer's checkpoint"
+    )
+    (tmp_path / "nothing" / "config.json").write_text('{"model_type": "moetune-adapted"}')
+    refused(starting(tmp_path / "nothing"), r"what a trainer saved of the model of moetune\.build; resume it there")
     refused(starting(small_model), r"is a whole checkpoint; give it as model\.path")
     run = delta.parent / "run"
     refused(starting(run), rf"is a run; .* moetune export {run} --format peft\|delta --out DIR, and give DIR")

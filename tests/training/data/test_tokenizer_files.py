@@ -204,6 +204,22 @@ def test_what_auto_tokenizer_gives_in_its_place_is_said(
     assert "gives other tokens" not in capsys.readouterr().err
 
 
+def test_tekken_beside_it_is_said_where_mistral_common_reads_that(
+    own: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which AutoTokenizer does where it is installed, whatever class tokenizer_config.json names."""
+
+    class MistralCommonBackend:
+        def __call__(self, *_: Any, **__: Any) -> dict[str, list[int]]:
+            return {"input_ids": [1, 2]}
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: MistralCommonBackend())
+    tokenizer_of("model", write(tmp_path, files={"tokenizer.json": own, "tekken.json": b"{}"}))
+    said = capsys.readouterr().err
+    assert "is a MistralCommonBackend that gives other tokens" in said
+    assert "remove tekken.json, in exports too" in said
+
+
 def test_a_tokenizer_that_draws_tokens_is_refused(own: bytes, tmp_path: Path) -> None:
     """The same data would be other data when a run is resumed."""
     drawn = json.loads(own)

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from moetune.errors import counted
+from moetune.errors import UserError, counted, shown
 from moetune.models.hub.reach import hub_is_reachable
 
 
@@ -26,8 +26,13 @@ def stop_ids(
     """Return the sorted ids of the tokens at which generation ends; `generation` is from generation_config.json."""
     holders = (tokenizer, settings, settings.get_text_config(), generation)
     of_holders = [getattr(holder, "eos_token_id", None) for holder in holders]
-    ids = (number for numbers in of_holders for number in (numbers if isinstance(numbers, list) else [numbers]))
-    return sorted({number for number in ids if isinstance(number, int) and number >= 0})  # -1 stands for no token
+    ids = [number for numbers in of_holders for number in (numbers if isinstance(numbers, list) else [numbers])]
+    if wrong := [value for value in ids if type(value) not in (int, type(None))]:
+        raise UserError(
+            f"eos_token_id in generation_config.json: {shown(wrong[0])} is no id of a token; write its number in the "
+            f"vocabulary ({tokenizer.eos_token} has {tokenizer.eos_token_id}), or a list of such numbers"
+        )
+    return sorted({number for number in ids if number is not None and number >= 0})  # -1 stands for no token
 
 
 def turn_ends(ends: Mapping[tuple[str, ...], int], stops: Collection[str]) -> dict[str, int]:

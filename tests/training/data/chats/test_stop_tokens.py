@@ -1,12 +1,14 @@
 """The tokens at which generation ends, and what is said of turns that end with others."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import MixtralConfig
 
+from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.training.data.chats.stop_tokens import end_notes, stop_tokens, turn_ends
 from moetune.training.preview import preview
@@ -32,12 +34,18 @@ def test_stop_tokens_of_tokenizer_configuration_and_generation_config(tmp_path: 
     assert stop_tokens(tokenizer, config, None) == {"</s>", "<|observation|>"}
 
 
-@pytest.mark.parametrize(
-    "settings", ["[]", '{"eos_token_id": 99999}', '{"eos_token_id": -1}', '{"eos_token_id": [[1]]}']
-)
+@pytest.mark.parametrize("settings", ["[]", '{"eos_token_id": 99999}', '{"eos_token_id": -1}'])
 def test_settings_of_generation_without_a_token(settings: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(settings)
     assert stop_tokens(tokenizer_with("<|end|>"), MixtralConfig(eos_token_id=None), str(tmp_path)) == {"</s>"}
+
+
+@pytest.mark.parametrize("value", ["</s>", "2", 2.0, True, [2, "</s>"], [[1]], {"id": 2}])
+def test_a_stop_token_that_is_no_id_is_refused(value: Any, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    wrong = value[-1] if isinstance(value, list) else value
+    with pytest.raises(UserError, match=re.escape(f"eos_token_id in generation_config.json: {wrong!r} is no id")):
+        stop_tokens(tokenizer_with("<|end|>"), MixtralConfig(eos_token_id=None), str(tmp_path))
 
 
 def test_the_end_of_a_turn_is_the_first_token_at_which_generation_stops() -> None:
