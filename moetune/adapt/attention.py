@@ -117,7 +117,9 @@ def _give_way(stack: Any, args: Any, given: dict[str, Any], *, model: PreTrained
             positions = positions[0]
         starts = positions.diff(dim=-1, prepend=positions[:, :1]) != 1
         ends = [*starts.flatten().nonzero().flatten().tolist(), starts.numel()]
-        return args, given | document_inputs(model)([end - start for start, end in pairwise(ends)])
+        inputs = document_inputs(model)([end - start for start, end in pairwise(ends)])
+        on_device = {name: x.to(positions.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        return args, given | on_device
     return None
 
 

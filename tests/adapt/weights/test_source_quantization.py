@@ -137,9 +137,9 @@ def test_reading_takes_what_is_predicted(kind: str, base: str, adapt: dict[str, 
         reads.append((found := stock_rows(self, *where, **more)).nbytes)
         return found
 
+    predicted = load(config)  # first, so that the tracker sees no fake tensors of a dry run
     with patch.object(Stored, "rows", rows), Tracker({}) as tracker:
         build(config, "cpu")
-    predicted = load(config)
     assert max(reads) <= predicted.host
     if (kind, base) == ("mxfp4", "auto"):
         assert predicted.gpu == pytest.approx(tracker.peak_bytes, rel=0.06)
