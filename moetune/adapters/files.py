@@ -88,13 +88,15 @@ Expression = Annotated[Pattern[str], AfterValidator(lambda pattern: pattern.patt
 
 
 class Scales(BaseModel):
-    """Settings that decide the scale of an adapter's factors, under PEFT's names; None stands for PEFT's default."""
+    """Settings that decide the scale of an adapter's factors, and what it has beside them, under PEFT's names; None
+    stands for PEFT's default."""
 
     r: Rank = LoraConfig().r
     lora_alpha: Alpha
     rank_pattern: dict[Expression, Rank] | None = None
     alpha_pattern: dict[Expression, Alpha] | None = None
     target_parameters: tuple[str, ...] | None = None
+    modules_to_save: tuple[str, ...] | None = None
     use_rslora: StrictBool | None = None
 
     def of(self, target: str, rank: int) -> float:

@@ -238,7 +238,7 @@ class _Reader:
             else:
                 is_frozen = ".base_layer." in name and unwrapped(name).rpartition(".")[0] in with_factors
                 (self.parsed.frozen if is_frozen else self.saved)[plain] = tensor
-        for saved in self.stored.settings.get("modules_to_save") or ():
+        for saved in self.stored.scales.modules_to_save or ():
             if any(f".{saved}." in f".{name}" for name in parameters) and not any(
                 f"{saved}." in name for name in whole
             ):

@@ -318,9 +318,11 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
     model, stored = resolve_model(ModelConfig.named(base), device), open_adapter(path)
     of = base_of(model.source, model.plain, model.structure, base)
     parsed = sure(read(stored, of), stored)
+    with reading(f"the adapter in {what!r}"):
+        names_modules = any(targets_module(stored.settings, experts) for experts in parsed.adapter.experts)
     if parsed.layout not in (None, of.peft_layout):
         why = f"is in the layout {parsed.layout}, and PEFT reads {of.peft_layout} with this base"
-    elif any(targets_module(stored.settings, experts) for experts in parsed.adapter.experts):
+    elif names_modules:
         why = "names modules of experts in target_modules, which vLLM reads and PEFT does not"
     elif stored.renamed and ".default." not in stored.renamed:
         why = f"has other names than PEFT looks for, as {stored.renamed}"
