@@ -36,9 +36,9 @@ def test_a_predictor_of_a_trainer_predicts_it(toy: Path, monkeypatch: pytest.Mon
     traced = []
     monkeypatch.setattr(trl, "trace_trl", lambda *args, **kwargs: traced.append(1) or trace_trl(*args, **kwargs))
     of_orpo = Predictor(routing=BALANCED, trainer=InTrl("orpo", '{"beta": 0.2}'))
-    report = of_orpo.of(run)
+    report = of_orpo.report(run)
     assert dict(report.about)["trainer"] == "TRL's ORPO, beta=0.2"
-    assert of_orpo.of(run) == report
+    assert of_orpo.report(run) == report
     assert len(traced) == 1
 
 
