@@ -113,7 +113,7 @@ class Mxfp4(Format):
     """E2M1 in blocks of 32 weights, of experts only; dequantized bit for bit as by transformers."""
 
     name, layouts = "mxfp4", (StoredMxfp4, Fp4Rows)
-    bits, quantizes_linears, into_multiple = 4.25, False, BLOCK
+    bits, quantizes_linears, is_read_apart, into_multiple = 4.25, False, True, BLOCK
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         groups = -(-shape[0] * shape[1] // BLOCK)

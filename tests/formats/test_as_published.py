@@ -225,14 +225,15 @@ def test_tensors_that_disagree_with_the_settings_are_named(
         built(folder, {"router": "all"})
 
 
-def test_stacks_in_16_bits_are_not_rounded_by_settings_that_were_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model_type", "matrix"), [("gpt_oss", "experts.down_proj"), ("qwen3_moe", "up_proj.weight")])
+def test_experts_in_16_bits_are_not_rounded_by_settings_that_were_left(
+    model_type: str, matrix: str, tmp_path: Path
+) -> None:
     """As of a gpt-oss that was trained in bf16 and saved with its base's settings; transformers leaves it so."""
-    folder = write_base(tmp_path, "gpt_oss", num_hidden_layers=2)
+    folder = write_base(tmp_path, model_type, num_hidden_layers=2)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(
-        UserError, match=r"experts.down_proj is F32 and config.json says mxfp4; .* take out of config.json"
-    ):
+    with pytest.raises(UserError, match=rf"{matrix} is F32 and config.json says mxfp4; .* take out of config.json"):
         built(folder, {"router": "all"})
 
 

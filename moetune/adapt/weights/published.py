@@ -208,11 +208,12 @@ class CheckpointReader:
     def _unlike_others(self) -> Iterator[str]:
         """Yield a line for each matrix that is stored otherwise than a checkpoint that `model.base` keeps says."""
         experts = {f"{path}.{stack}": path for path, layer in self._target.layers.items() for stack in stacks(layer)}
-        modules = experts | {f"{path}.weight": path for path in self._target.linears}
+        formats, linears = self._target.formats, self._target.linears
+        modules = experts | {f"{path}.weight": path for path in linears if formats[path].quantizes_linears}
         kept, unlike = set[str](), list[tuple[str, str]]()  # storages; tensors that are not in theirs, with it
         for name, mapping in self._mappings.items():
             is_apart = mapping.has_experts_apart if name in experts else mapping.conversion is None
-            format = self._target.formats[modules[name]] if name in modules else None
+            format = formats[modules[name]] if name in modules else None
             of_stack = name in experts and not is_apart and not name.endswith("bias")
             if format is None or not (of_stack or (is_apart and format.is_read_apart)):
                 continue

@@ -76,12 +76,11 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
         if is_kept and FORMATS[storage].is_read_apart:
             format = FORMATS[storage]
             host = max(host, int(matrix * (format.bits / 8 + format.unpacked_by)))
-        elif published.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
+        elif published.method == "mxfp4":
             host = max(host, matrix * 17 // 32)
-            if not is_kept:
-                # transformers dequantizes half of the weights at a time by a lookup with indices of 8 bytes
-                looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + dtype.itemsize + dtype.itemsize // 2) * matrix
-                read = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, storage, run, dtype))
+            # transformers dequantizes half of the weights at a time by a lookup with indices of 8 bytes
+            looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + dtype.itemsize + dtype.itemsize // 2) * matrix
+            read = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, storage, run, dtype))
         else:
             layout = expert_layout(structure.model_type)
             read = matrix * dtype.itemsize * (shape.num_experts if layout == "converted" else 1)
