@@ -93,7 +93,7 @@ def keep_as_built(model: PreTrainedModel, chosen: Sequence[nn.Parameter]) -> Non
 
     def to(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
         for dtype in {*args, *options.values()} & {torch.float16, torch.bfloat16}:
-            raise ValueError(f"{dtype} would round scales of quantized weights too; set model.dtype in the run file")
+            raise ValueError(f"{dtype} would round the weights that train; set model.dtype in the run file")
         return type(self).to(self, *args, **options)
 
     def refuse_frozen(self: nn.Module, *_: Any) -> None:

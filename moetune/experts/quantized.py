@@ -72,6 +72,16 @@ class QuantizedExperts(HostModule):
     def names_on_host(self) -> list[str]:
         return [*self._buffers] if self.on_host else []
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostModule:
+        """Move the buffers as `to`, `half` and their like ask; those of a quantized format keep their dtypes."""
+
+        def moved(buffer: Tensor) -> Tensor:
+            changed = fn(buffer)
+            is_cast = self.format.dtype is None and changed.dtype != buffer.dtype
+            return buffer.to(changed.device) if is_cast else changed
+
+        return super()._apply(moved, recurse)
+
     def is_table(self, name: str) -> bool:
         """Return whether the buffer with the last part of `name` is one that all matrices share."""
         return name.rpartition(".")[2] in self._tables

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moetune.adapt.weights.quantizer import MoetuneConfig
 from moetune.errors import UserError
@@ -43,6 +43,22 @@ def test_the_configuration_says_how_it_was_quantized(tmp_path: Path, capfd: pyte
         "quant_method": "moetune", "base": "int8", "double_quant": True,
     }  # fmt: skip
     assert AutoConfig.from_pretrained(tmp_path).model_type == "mixtral"
+
+
+@pytest.mark.parametrize("base", [{"default": "bf16", "parts": {"experts": "nf4"}}, "nvfp4", "bf16"], ids=str)
+def test_a_cast_leaves_scales_of_quantized_weights_as_they_are(base: object, tmp_path: Path) -> None:
+    """Logits are those of a model that is loaded in that dtype."""
+    write(tmp_path, "mixtral")
+    ids = torch.arange(12)[None]
+
+    def loaded(dtype: torch.dtype) -> PreTrainedModel:
+        config = MoetuneConfig(base=base)
+        with small_linears_are_quantized():
+            return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=dtype)
+
+    with torch.no_grad():
+        cast, expected = (loaded(dtype).to(torch.bfloat16) for dtype in (torch.float32, torch.bfloat16))
+        assert torch.equal(cast(ids).logits, expected(ids).logits)
 
 
 def test_what_is_asked_for_is_done_or_refused(tmp_path: Path) -> None:
