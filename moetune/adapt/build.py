@@ -241,7 +241,7 @@ def build(
     adapted = Adapted(whole, model, ranks, context, None if run is whole else run)
     if device.type != "meta" and ranks.is_single:
         save_what_trains(model, adapted.learned(), ADAPTED)
-        keep_as_built(model, [*adapted.trainable().values()])
+        keep_as_built(model, run.dtype, [*adapted.trainable().values()])
         model.peft_config = NoAdapters()
     return adapted
 

@@ -76,9 +76,10 @@ def save_what_trains(model: PreTrainedModel, names: Iterable[str], model_type: s
     model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[method-assign]  # a copy's own, if copied
 
 
-def keep_as_built(model: PreTrainedModel, chosen: Sequence[nn.Parameter]) -> None:
+def keep_as_built(model: PreTrainedModel, dtype: torch.dtype, chosen: Sequence[nn.Parameter]) -> None:
     """Make `resize_token_embeddings` keep embeddings that have a row for each token, and refuse to add rows; make `to`,
-    `half` and `bfloat16` refuse 16 bits, and training passes the `chosen` parameters if all are frozen."""
+    `half` and `bfloat16` refuse 16 bits, passes autocast to another dtype than `dtype`, and training passes the `chosen`
+    parameters if all are frozen."""
 
     def resize_token_embeddings(
         self: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **options: Any
@@ -96,7 +97,13 @@ def keep_as_built(model: PreTrainedModel, chosen: Sequence[nn.Parameter]) -> Non
             raise ValueError(f"{dtype} would round the weights that train; set model.dtype in the run file")
         return type(self).to(self, *args, **options)
 
-    def refuse_frozen(self: nn.Module, *_: Any) -> None:
+    def refuse_changes(self: PreTrainedModel, *_: Any) -> None:
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind) and (cast := torch.get_autocast_dtype(kind)) != dtype:
+            raise ValueError(
+                f"the model computes in {dtype}, and autocast asks for {cast}; leave it off (bf16=False, fp16=False of "
+                "a trainer), or set model.dtype in the run file"
+            )
         if self.training and torch.is_grad_enabled() and not any(p.requires_grad for p in chosen):
             raise ValueError(
                 "nothing in the model requires a gradient any more, so nothing would train; leave out what froze it, "
@@ -107,7 +114,7 @@ def keep_as_built(model: PreTrainedModel, chosen: Sequence[nn.Parameter]) -> Non
     model.to = MethodType(to, model)  # type: ignore[assignment]
     model.half = MethodType(lambda self: self.to(torch.float16), model)  # type: ignore[method-assign]
     model.bfloat16 = MethodType(lambda self: self.to(torch.bfloat16), model)  # type: ignore[method-assign]
-    model.register_forward_pre_hook(refuse_frozen)
+    model.register_forward_pre_hook(refuse_changes)
 
 
 def chat_template_environment() -> Environment:

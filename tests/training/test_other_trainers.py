@@ -97,7 +97,7 @@ def test_the_vocabulary_stays() -> None:
         model.resize_token_embeddings(rows + 1)
 
 
-def test_a_cast_and_a_frozen_model_are_refused() -> None:
+def test_casts_and_a_frozen_model_are_refused() -> None:
     """As PEFT's prepare_model_for_kbit_training freezes it, after which Trainer would train nothing in silence."""
     raw = {"model": {"path": "tiny-mixtral", "base": "nf4"}, "adapt": {"router": "all"}}
     adapted = moetune.build(moetune.RunConfig.model_validate(raw), "cpu")
@@ -106,6 +106,8 @@ def test_a_cast_and_a_frozen_model_are_refused() -> None:
         with pytest.raises(ValueError, match=r"torch\.b?float16 would round the weights .* model\.dtype"):
             cast()
     assert model.to("cpu") is model
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=r"float32, and autocast .*float16.*off"):
+        model(input_ids=ids)
     peft.prepare_model_for_kbit_training(model)
     with torch.no_grad():
         model(input_ids=ids)
