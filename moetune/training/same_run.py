@@ -23,14 +23,17 @@ from moetune.training.data.documents import values
 from moetune.training.data.load import Datasets
 
 FREE_ON_RESUME = {
-    "output", "hardware", "parallel", "train.steps", "train.epochs", "train.log_every", "train.eval_every",
+    "output", "hardware", "parallel", "data.train", "data.eval", "train.steps", "train.epochs", "train.log_every", "train.eval_every",
     "train.save_every", "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch", "train.on_oom",
     "train.checkpointing", "train.keep_rows", "train.expert_memory", "train.loss_memory", "train.early_stopping",
     "train.layer_by_layer",
 }  # fmt: skip
-"""Settings that a resumed run may change; a section's name stands for all of its keys."""
-FREE_ON_EXPORT = FREE_ON_RESUME | {"model.path", "model.weights"}
-"""Settings that may differ between a run and its checkpoint on export: also the base, which may have moved since."""
+"""Settings that a resumed run may change; a section's name stands for all of its keys. Of data their tokens are
+compared, and so may lie elsewhere."""
+BASE = {"model.path"}
+"""Settings that it may change if its weights are compared (`base.json`), which may have moved since."""
+FREE_ON_EXPORT = FREE_ON_RESUME | BASE | {"model.weights"}
+"""Settings that may differ between a run and its checkpoint on export."""
 CONFIG_FILE = "config.json"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}
 """Keys of a config.json whose values do not change the model."""

@@ -140,6 +140,16 @@ def elsewhere(run: dict[str, Any], output: Path) -> dict[str, Any]:
     return run | {"output": str(output)}
 
 
+def brought(run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The run with its base and data copied into a folder, if they are not there."""
+    if not folder.exists():
+        shutil.copytree(run["model"]["path"], folder / "base")
+        for split in ("train", "eval"):
+            shutil.copy(run["data"][split], folder / f"{split}.jsonl")
+    paths = {split: str(folder / f"{split}.jsonl") for split in ("train", "eval")}
+    return run | {"model": run["model"] | {"path": str(folder / "base")}, "data": run["data"] | paths}
+
+
 def trained(model: Path, data: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """A run file with held-out data, trained to its end in one go."""
     held_out = small.write_data(folder / "eval.jsonl", small.DATA[:3])
@@ -157,9 +167,11 @@ def never_killed(noisy_model: Path, small_data: Path, tmp_path_factory: pytest.T
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("moment", thinned(MOMENTS, 3, ("within the first checkpoint",)))
 def test_killed_and_resumed(moment: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
+    """Base and data have moved meanwhile; both are compared by content."""
     run = elsewhere(never_killed, tmp_path / "run")
-    in_process(run, moment=MOMENTS[moment])
-    in_process(run, resume="auto")
+    in_process(brought(run, tmp_path / "here"), moment=MOMENTS[moment])
+    (tmp_path / "here").rename(tmp_path / "there")
+    in_process(brought(run, tmp_path / "there"), resume="auto")
     assert_same(run, never_killed)
 
 

@@ -51,7 +51,7 @@ from moetune.training.folder.run_folder import (
     RunFolder,
     step_of,
 )
-from moetune.training.same_run import FREE_ON_RESUME, Inputs, changed_settings
+from moetune.training.same_run import BASE, FREE_ON_RESUME, Inputs, changed_settings
 
 _FILES = (RUN_FILE, BASE_FILE, INPUTS_FILE, METRICS_FILE, MEMORY_FILE, OUT_OF_MEMORY_FILE)
 
@@ -116,7 +116,8 @@ class RunWriter(RunFolder):
         if resume != "never":
             checkpoint = self.newest_whole() if resume == "auto" else self._chosen(resume)
             run_file = self.path / RUN_FILE
-            if run_file.exists() and (changed := changed_settings(run_file, config, FREE_ON_RESUME)):
+            free = FREE_ON_RESUME | (BASE if config.model.weights == "pretrained" else set())
+            if run_file.exists() and (changed := changed_settings(run_file, config, free)):
                 raise UserError(
                     f"the run in {str(self.path)!r} cannot be resumed with another run file:\n  "
                     + "\n  ".join(changed)
@@ -242,8 +243,12 @@ class RunWriter(RunFolder):
     def remove_leftovers(self) -> None:
         """Delete the temporary files, and the half-written and half-deleted checkpoints, of a killed run, on the first
         rank."""
-        for folder in self._asides() if self.ranks.is_first else ():
+        if not self.ranks.is_first:
+            return
+        for folder in self._asides():
             sweep(out_of(folder))
+        for name in filter(ASIDE.fullmatch, names_in(self.path)):
+            (self.path / name).unlink()
 
     def _asides(self) -> list[Path]:
         """Return the folders, and whatever else has such a name, in which checkpoints are written or deleted."""
