@@ -5,7 +5,7 @@
 #     bash scripts/test_cuda.sh [--all] [OPTIONS OF PYTEST]
 #
 # Makes .venv-cuda beside .venv: Python 3.12 and torch 2.11, the oldest that moetune supports (CUDA_TORCH: another, as
-# 2.14.1, the newest); two minutes and 5.5 GB. Does nothing when the same was installed before. CUDA_VENV names another
+# 2.15.0, the newest); two minutes and 5.5 GB. Does nothing when the same was installed before. CUDA_VENV names another
 # environment, which is taken as it is.
 # --all: every combination and every full-size case instead of a sample, the kernels by other versions of Triton, and the
 # ordinary tests on these versions too.
@@ -58,7 +58,7 @@ workers=${PYTEST_WORKERS:-2}
 options=(-n "$workers" --dist worksteal ${all:+--all})
 # Triton compiles for the card that is described, links with the driver here, and keeps what it has compiled.
 export TRITON_LIBCUDA_PATH=$folder TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$(realpath "$venv")/triton}
-export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD TORCH_CUBLAS_WORKSPACE_CACHE=1
 echo "==> pytest on the null device"
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True LD_PRELOAD=$folder/libcuda.so.1 LD_LIBRARY_PATH=$folder \
   "$python" -m pytest "${options[@]}" -m "gpu or nullcuda or ptx" tests/gpu tests/nullcuda tests/ptx "$@"

@@ -12,6 +12,7 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys(
     os.environ["OMP_WAIT_POLICY"] = "passive"
 # torch reads these when it is imported. Growing segments keep fragmentation low at no cost.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")  # torch 2.15 would allocate them anew for each product
 # Nothing here is compiled by torch, and bitsandbytes would load its compiler, which takes longer than a prediction.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 

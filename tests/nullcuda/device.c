@@ -443,6 +443,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
     note("kernel %p %s\n", (void *)config->hStream, (const char *)function);
     return 0;
 }
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) { return *status = 0, 0; }
 STUB(cuInit) STUB(cuDeviceGetCount) STUB(cuDeviceGetName) STUB(cuCtxSetCurrent) STUB(cuCtxGetLimit) STUB(cuCtxSetLimit)
 STUB(cuFuncSetAttribute) STUB(cuFuncSetCacheConfig) STUB(cuLaunchKernel)
 STUB(cuLaunchCooperativeKernel) STUB(cuLinkCreate_v2) STUB(cuLinkAddData_v2) STUB(cuLinkComplete) STUB(cuLinkDestroy)

@@ -1,7 +1,7 @@
 """Scaled dot-product attention on fake tensors, by the operator that torch chooses on a GPU.
 
 Torch chooses one of four operators for each call (cuDNN, flash, memory-efficient, math). They save and allocate
-different memory, and only math has tensors of S². The rules are those of torch 2.11 to 2.14, built as its PyPI wheels
+different memory, and only math has tensors of S². The rules are those of torch 2.11 to 2.15, built as its PyPI wheels
 are (flash, memory-efficient and cuDNN kernels, cuDNN above 9.15.1), in `aten/src/ATen/native/transformers/`:
 
     cuda/sdp_utils.cpp      select_sdp_backend, priority_order, can_use_{cudnn,flash,mem_efficient}_attention

@@ -3,7 +3,7 @@
 `Trace.workspaces` has cuBLAS's (`cublas_workspace` in gpus.yaml), which is allocated once for each thread. Here
 sizes are as requested from the allocator, before rounding. All workspaces of an operation are alive at once, beside its
 outputs, and freed when it returns. Each private function yields the workspaces of one operation from its arguments and
-names its source: the file and function of torch 2.11 to 2.14 that allocates.
+names its source: the file and function of torch 2.11 to 2.15 that allocates.
 
 Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v] for batch B, heads h, key-value heads h_kv,
 lengths S and S_k, head sizes d and d_v; gradients are those of the output, [B, h, S, d_v].
