@@ -304,6 +304,19 @@ def test_another_layout_is_unpacked_and_packed_anew(
     assert (bank.gate_up.matrix(3, torch.float32) - gate_up).norm() < 0.2 * gate_up.norm()
 
 
+def test_bytes_of_four_bits_may_have_another_type(tmp_path: Path) -> None:
+    """`bnb_4bit_quant_storage`, as which they hold NaN: sharded trainers ask for bfloat16."""
+    folder = write_4bit(tmp_path, "mixtral", hidden_size=64)
+    expected = built(folder, FROZEN, dtype="fp32").model.state_dict()
+    tensors = load_file(folder / "model.safetensors")
+    packed = {name for name in tensors if f"{name}.absmax" in tensors}
+    other = {name: tensors[name].view(-1).view(torch.bfloat16).view(-1, 1) for name in packed}
+    assert not all(tensor.isfinite().all() for tensor in other.values())
+    save_file(tensors | other, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, tensor in built(folder, FROZEN, dtype="fp32").model.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
 def test_scales_other_than_published_are_refused_unless_it_is_packed_anew(tmp_path: Path) -> None:
     folder = write_4bit(tmp_path, "mixtral", hidden_size=64, double_quant=False)
     with pytest.raises(UserError, match=r"double_quant: true, but .* leave it out to keep that, or set base: nf4"):
