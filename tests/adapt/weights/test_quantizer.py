@@ -1,9 +1,12 @@
 """`MoetuneConfig`: stock transformers loads a model whose experts and linear layers are quantized."""
 
+import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,6 +46,16 @@ def test_the_configuration_says_how_it_was_quantized(tmp_path: Path, capfd: pyte
         "quant_method": "moetune", "base": "int8", "double_quant": True,
     }  # fmt: skip
     assert AutoConfig.from_pretrained(tmp_path).model_type == "mixtral"
+
+
+def test_an_adapter_of_experts_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    plain = write(tmp_path / "base", "mixtral")
+    for targets in ("all-linear", ["q_proj"]):
+        get_peft_model(copy.deepcopy(plain), LoraConfig(r=2, target_modules=targets)).save_pretrained(tmp_path / "lora")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=MoetuneConfig())
+        of_experts = pytest.raises(UserError, match="applies no factors to experts")
+        with of_experts if targets == "all-linear" else nullcontext():
+            PeftModel.from_pretrained(loaded, tmp_path / "lora")
 
 
 def test_what_is_asked_for_is_done_or_refused(tmp_path: Path) -> None:
