@@ -180,7 +180,7 @@ class CheckpointReader:
             hint = " (set tie_word_embeddings: true in config.json if the embedding is the head)" if is_head else ""
             twice = " (it is there in two spellings: remove one from the files)" if name in unexpected else ""
             yield f"missing {name}{hint}{twice}"
-        yield from (f"unexpected {name}" for name in sorted(unexpected))
+        yield from (f"unexpected {name}" for name in sorted(without_drafts(unexpected)))
         of_experts = {f"{path}.{stack}": x for path, x in self._target.layers.items() for stack in stacks(x)}
         for name, mapping in self._mappings.items():
             if (expected := state.get(name)) is None:
@@ -281,6 +281,13 @@ def finish_reading(model: PreTrainedModel, folder: Path) -> None:
         with reading(repr(str(folder / "generation_config.json"))):
             model.generation_config = GenerationConfig.from_pretrained(str(folder))
     model.eval()
+
+
+def without_drafts(names: Collection[str]) -> set[str]:
+    """Return names of tensors without those of layers after the last that predict further tokens, as DeepSeek-V3 has:
+    transformers ignores them by their numbers in the models that it knows."""
+    drafts = tuple(name.partition("eh_proj.")[0] for name in names if ".eh_proj." in name)
+    return {name for name in names if not name.startswith(drafts)}
 
 
 def refuse_misfit(wrong: Collection[str], what: str, model: str, remedy: str = "") -> None:
