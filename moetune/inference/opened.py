@@ -21,7 +21,7 @@ from moetune.adapt.weights.base import refuse_changed_base
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.adapt.weights.stock import load_stock
 from moetune.adapters.base import base_of
-from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, beyond_plain, open_adapter, read_adapter
+from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, PREFIX, beyond_plain, open_adapter, read_adapter
 from moetune.adapters.read import read, sure
 from moetune.compat.peft import targets_module
 from moetune.config.schema import (
@@ -266,7 +266,10 @@ def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None)
             f"the adapter in {what!r}: {CONFIG_FILE} names revision {shown(revision)} of {base!r}, and main is read: "
             f"hf download {base} --revision {revision} --local-dir DIR, and set base_model_name_or_path to DIR"
         )
-    model = resolve_model(ModelConfig.named(base, dtype=dtype or dtype_on(device)), device)
+    try:
+        model = resolve_model(ModelConfig.named(base, dtype=dtype or dtype_on(device)), device)
+    except UserError as error:
+        raise UserError(f"the base of the adapter in {what!r}, by its base_model_name_or_path: {error}") from error
 
     load = partial(_with_adapter, what, path, model, device)
     return Opened(name=what, kind="adapter", load=load, resolved=model, adapter=path)
@@ -278,7 +281,8 @@ def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceTyp
     Raises `UserError` if the base cannot be loaded, the adapter's tensors are not exactly those that PEFT expects, or
     they are in another layout.
     """
-    settings, tensors, _ = read_adapter(path)
+    settings, stored, _ = read_adapter(path)
+    tensors = {f"{PREFIX}{name.removeprefix(PREFIX).replace('.default.', '.')}": stored[name] for name in stored}
     base = model.config.path
     if not beyond_plain(settings):
         _refuse_other_layout(what, path, base, device)

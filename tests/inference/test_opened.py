@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moetune.adapters.files import PREFIX
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
@@ -313,6 +314,21 @@ def test_an_adapter_of_another_base_or_of_later_tokens(
     folder = copied(made, tmp_path / "copy", "adapter")
     said("adapter/adapter_config.json", **settings)(folder)
     with pytest.raises(UserError, match=message):
+        find(str(folder / "adapter"))
+
+
+def test_an_adapter_under_other_names_that_peft_reads(made: Path, tmp_path: Path) -> None:
+    """And one whose base is on the machine that trained it."""
+    folder = copied(made, tmp_path / "copy", "adapter")
+    expected = find(str(folder / "adapter")).model.state_dict()
+    values(
+        FACTORS,
+        lambda t: [t.update({k.removeprefix(PREFIX).replace(".weight", ".default.weight"): t.pop(k)}) for k in list(t)],
+    )(folder)
+    for name, tensor in find(str(folder / "adapter")).model.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    said("adapter/adapter_config.json", base_model_name_or_path="/gone/base")(folder)
+    with pytest.raises(UserError, match=r"by its base_model_name_or_path: model '/gone/base'"):
         find(str(folder / "adapter"))
 
 
