@@ -58,6 +58,20 @@ def test_an_adapter_of_experts_is_not_left_out_in_silence(tmp_path: Path) -> Non
             PeftModel.from_pretrained(loaded, tmp_path / "lora")
 
 
+@pytest.mark.parametrize("base", ["int8", "nvfp4"])
+def test_magnitudes_of_dora_are_of_the_weights(base: str, tmp_path: Path) -> None:
+    """Not of the codes that stand for them."""
+    plain = write(tmp_path, "mixtral")
+    with small_linears_are_quantized():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MoetuneConfig(base=base))
+    adapted = get_peft_model(loaded, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    for name, magnitude in adapted.named_parameters():
+        if "magnitude" in name:
+            layer = name.removeprefix("base_model.model.").partition(".lora_")[0]
+            expected = plain.get_submodule(layer).weight.norm(dim=1)
+            assert torch.allclose(magnitude, expected, rtol=0.2), (base, layer)
+
+
 def test_what_is_asked_for_is_done_or_refused(tmp_path: Path) -> None:
     write(tmp_path, "mixtral")
     assert AutoModelForCausalLM.from_pretrained(
