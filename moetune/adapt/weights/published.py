@@ -214,7 +214,8 @@ class CheckpointReader:
             is_apart = mapping.has_experts_apart if name in experts else mapping.conversion is None
             format = self._target.formats[modules[name]] if name in modules else None
             of_stack = name in experts and not is_apart and not name.endswith("bias")
-            if format is None or not (of_stack or (is_apart and format.is_read_apart)):
+            # bitsandbytes packs linear layers alone
+            if format is None or format.has_own_linear or not (of_stack or (is_apart and format.is_read_apart)):
                 continue
             for key in mapping.every_key():
                 stored = self._stored[key]
@@ -291,8 +292,10 @@ def without_drafts(names: Collection[str]) -> set[str]:
 
 
 def refuse_misfit(wrong: Collection[str], what: str, model: str, remedy: str = "") -> None:
-    """Raise `UserError` if `wrong`, descriptions of tensors that do not fit, is not empty; the message lists the first
-    ten, and ends with `remedy`. `what` names the weights in it, in the plural."""
+    """Raise `UserError` if `wrong`, descriptions of tensors that do not fit, is not empty; the message lists ten, of
+    what is missing and of what is there as many, and ends with `remedy`. `what` names the weights, in the plural."""
     if wrong:
-        told = [*first_of(sorted(wrong)), *filter(None, [remedy])]
+        kinds = [[line for line in sorted(wrong) if line.startswith("unexpected ") == is_there] for is_there in (0, 1)]
+        share = 10 // sum(map(bool, kinds))
+        told = [*first_of(kinds[0], share), *first_of(kinds[1], share), *filter(None, [remedy])]
         raise UserError(f"{what} do not fit {model!r}: {'; '.join(told)}")

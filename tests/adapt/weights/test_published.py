@@ -165,6 +165,15 @@ def test_one_that_does_not_fit_is_refused_by_name(
         read(tmp_path)
 
 
+def test_what_is_there_is_named_beside_what_is_missing(whole: Path, tmp_path: Path) -> None:
+    """Where all names begin otherwise, as those of a value head's."""
+    (tmp_path / "config.json").write_text((whole / "config.json").read_text())
+    tensors = {f"pretrained_model.{name}": tensor for name, tensor in load_file(whole / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with small_linears_are_quantized(), pytest.raises(UserError, match=r"missing lm_head.*unexpected pretrained_model"):
+        read(tmp_path)
+
+
 def test_a_file_that_was_cut_short_is_refused(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((whole / "config.json").read_text())
     with pytest.raises(UserError, match="only safetensors checkpoints are read"):

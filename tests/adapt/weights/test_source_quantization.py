@@ -317,6 +317,16 @@ def test_bytes_of_four_bits_may_have_another_type(tmp_path: Path) -> None:
         assert torch.equal(tensor, expected[name])
 
 
+def test_stacked_experts_beside_four_bits_are_quantized(tmp_path: Path) -> None:
+    """As transformers saves a model that bitsandbytes quantized, which packs linear layers alone."""
+    folder = write_4bit(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=64)
+    bank = built(folder, FROZEN, dtype="fp32").model.model.layers[1].mlp.experts
+    published = load_file(folder / "model.safetensors")["model.layers.1.mlp.experts.down_proj"]
+    stack = QuantizedExperts(1, (64, 64), "nf4")
+    stack.quantize_(0, published[3].T.contiguous())
+    assert torch.equal(bank.down.matrix(3, torch.float32), stack.matrix(0, torch.float32))
+
+
 def test_scales_other_than_published_are_refused_unless_it_is_packed_anew(tmp_path: Path) -> None:
     folder = write_4bit(tmp_path, "mixtral", hidden_size=64, double_quant=False)
     with pytest.raises(UserError, match=r"double_quant: true, but .* leave it out to keep that, or set base: nf4"):
