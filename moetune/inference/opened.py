@@ -298,14 +298,21 @@ def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceTyp
         warnings.simplefilter("ignore")  # PEFT calls transformers by a deprecated name
         # a tensor of another shape is left out here, and named below
         adapted = PeftModel.from_pretrained(plain, str(path), ignore_mismatched_sizes=True)
-        expected = get_peft_model_state_dict(adapted)
+        expected, state = get_peft_model_state_dict(adapted), adapted.state_dict()
+
+    def is_loaded(name: str) -> bool:
+        """Whether a tensor is in the model, as are the embeddings that PEFT saves where rows were added to them."""
+        inside = state.get(name.replace(".modules_to_save.", ".modules_to_save.default."))
+        of_base = ".base_layer." in name and ".token_adapter." not in name
+        return inside is not None and not of_base and inside.cpu().equal(tensors[name].to(inside.dtype))
+
     refuse_misfit(
         # what the base has need not be in the adapter: PEFT adds lm_head's own weight to what it saves
         {f"missing {name}" for name in expected.keys() - tensors.keys() if not name.endswith(".base_layer.weight")}
-        | {f"unexpected {name}" for name in tensors.keys() - expected.keys()}
+        | {f"unexpected {name}" for name in tensors.keys() - expected.keys() if not is_loaded(name)}
         | {
             f"{name} is {[*tensors[name].shape]}, not {[*factor.shape]}"
-            for name, factor in expected.items()
+            for name, factor in (state | expected).items()
             if name in tensors and tensors[name].shape != factor.shape
         },
         f"the factors in {what!r}",

@@ -327,6 +327,12 @@ def test_an_adapter_under_other_names_that_peft_reads(made: Path, tmp_path: Path
     )(folder)
     for name, tensor in find(str(folder / "adapter")).model.state_dict().items():
         assert torch.equal(tensor, expected[name])
+    head = torch.randn_like(expected["lm_head.weight"])  # where tokens were added, PEFT saves embeddings whole
+    values(FACTORS, lambda t: t.update({f"{PREFIX}lm_head.weight": head}))(folder)
+    assert torch.equal(find(str(folder / "adapter")).model.lm_head.weight, head)
+    values(FACTORS, lambda t: t.update({f"{PREFIX}lm_head.weight": head[:-1]}))(folder)
+    with pytest.raises(UserError, match=rf"lm_head.weight is \[{len(head) - 1}, "):
+        _ = find(str(folder / "adapter")).model
     said("adapter/adapter_config.json", base_model_name_or_path="/gone/base")(folder)
     with pytest.raises(UserError, match=r"by its base_model_name_or_path: model '/gone/base'"):
         find(str(folder / "adapter"))
