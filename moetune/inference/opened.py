@@ -333,6 +333,8 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
         names_modules = any(targets_module(stored.settings, experts) for experts in parsed.adapter.experts)
     if parsed.layout not in (None, of.peft_layout):
         why = f"is in the layout {parsed.layout}, and PEFT reads {of.peft_layout} with this base"
+    elif parsed.wrong:
+        raise UserError(f"the adapter in {what!r}: {parsed.wrong[0]}")
     elif names_modules:
         why = "names modules of experts in target_modules, which vLLM reads and PEFT does not"
     elif stored.renamed and ".default." not in stored.renamed:

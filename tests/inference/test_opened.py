@@ -268,6 +268,8 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
     "a rank that its factors have not": (said("adapter/adapter_config.json", r=1), "size mismatch for .*lora_|says 1"),
     "a rank of 10,000,000": (said("adapter/adapter_config.json", r=10_000_000), "rank 10000000"),
     "a rank that is a word": (said("adapter/adapter_config.json", r="x"), "r: 'x'"),
+    "an alpha as text": (said("adapter/adapter_config.json", lora_alpha="8"), "lora_alpha: '8'"),
+    "a module that is not there": (said("adapter/adapter_config.json", modules_to_save=["lm_head"]), "lm_head: is in"),
     "an alpha of zero": (said("adapter/adapter_config.json", lora_alpha=0), "an alpha of 0 leaves"),
     "not a number": (values(FACTORS, lambda t: first(t, float("nan"))), "not finite"),
     "cut short": (lambda f: (f / FACTORS).write_bytes((f / FACTORS).read_bytes()[:-9]), "adapter_model.safetensors"),
@@ -295,7 +297,8 @@ def test_an_adapter_that_matches_in_part(
         changed = json.loads((folder / "scores.json").read_text())
         gone("scores.json")(folder)
         (folder / "adapter/adapter_config.json").write_text(settings)
-        assert (found, answer(moetune, monkeypatch, command, folder, "adapter")) == (SAID, (SAID, err))
+        assert (found, "its settings leave out" in err) == (SAID, True)
+        assert answer(moetune, monkeypatch, command, folder, "adapter") == (SAID, "")
         assert changed["layers"] == json.loads((folder / "scores.json").read_text())["layers"]
         return
     assert (found, re.search(message, err) is not None) == (REFUSED, True), err
