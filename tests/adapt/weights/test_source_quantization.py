@@ -32,7 +32,7 @@ from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
 from moetune.tensor_files import Stored
 from tests.memory.trace.test_loading import load
-from tests.published import write_4bit, write_fp8, write_int4, write_mxfp4, write_nvfp4
+from tests.published import write_4bit, write_floats, write_fp8, write_int4, write_mxfp4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
 from tests.resolved import build, write_quantized_base
 from tests.toys import toy_config
@@ -313,6 +313,21 @@ def test_bytes_of_four_bits_may_have_another_type(tmp_path: Path) -> None:
     other = {name: tensors[name].view(-1).view(torch.bfloat16).view(-1, 1) for name in packed}
     assert not all(tensor.isfinite().all() for tensor in other.values())
     save_file(tensors | other, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, tensor in built(folder, FROZEN, dtype="fp32").model.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_settings_and_scales_of_attention_are_left_out(tmp_path: Path) -> None:
+    """As llm-compressor writes them beside those of weights."""
+    folder = write_floats(tmp_path, "row")
+    expected = built(folder, FROZEN, dtype="fp32").model.state_dict()
+    config = json.loads((folder / "config.json").read_text())
+    activations = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    group = {"targets": ["Qwen3MoeAttention"], "weights": None, "input_activations": activations}
+    config["quantization_config"]["config_groups"]["group_1"] = group
+    (folder / "config.json").write_text(json.dumps(config))
+    scales = {f"model.layers.0.self_attn.{part}_scale": torch.ones(1) for part in "qkv"}
+    save_file(load_file(folder / "model.safetensors") | scales, folder / "model.safetensors")
     for name, tensor in built(folder, FROZEN, dtype="fp32").model.state_dict().items():
         assert torch.equal(tensor, expected[name])
 
