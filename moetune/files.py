@@ -45,7 +45,13 @@ def check_path(text: str) -> Path:
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path with `~` expanded; raise `UserError` for a name that no file can have (`check_path`)."""
+    """Return a path with `~` expanded; raise `UserError` for what is no path, and for a name that no file can have
+    (`check_path`)."""
+    if not isinstance(path, str | Path):
+        raise UserError(
+            f"a {type(path).__name__} is no path; give a model by its folder, or as moetune.build returned it, and the "
+            "values of a run file as moetune.RunConfig.model_validate(values)"
+        )
     try:
         return check_path(str(path))
     except ValueError as error:

@@ -237,7 +237,7 @@ def write_4bit(
     config = toy_config(model_type, **sizes)
     tensors: dict[str, Tensor] = {}
     for name, value in _checkpoint(config).items():
-        if value.ndim == 2 and "embed" not in name and "lm_head" not in name and "gate.weight" not in name:
+        if value.ndim == 2 and not re.search(r"embed|lm_head|gate\.weight|bias", name):
             packed, state = quantize_4bit(value, None, None, blocksize, double_quant, quant_type)
             tensors[name] = packed
             tensors |= {f"{name}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}

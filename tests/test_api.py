@@ -45,6 +45,19 @@ def test_a_run_its_values_and_its_path_are_alike(small_model: Path, tmp_path: Pa
     )
 
 
+def test_other_objects_are_told_how_they_are_given(small_model: Path, tmp_path: Path) -> None:
+    run = moetune.RunConfig.model_validate({"model": {"path": str(small_model)}, "adapt": {"router": "all"}})
+    for call in (
+        lambda: moetune.resolve(run.model_dump()),  # type: ignore[arg-type]
+        lambda: moetune.export(moetune.build(run, "meta").model, "delta", tmp_path / "out"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(moetune.UserError, match=r"is no path; give .*RunConfig\.model_validate"):
+            call()
+    with pytest.raises(moetune.UserError, match="device mps: moetune computes on cuda or cpu"):
+        moetune.build(run, "mps")
+    assert moetune.count(small_model) == moetune.count(str(small_model))
+
+
 @pytest.mark.full
 def test_a_prediction_imports_neither_data_sets_nor_figures(small_model: Path) -> None:
     code = (

@@ -1,6 +1,7 @@
 """`moetune count`: a model's parameters, and those that a run trains, without reading weights."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moetune.adapt.build import Adapted, build
@@ -34,13 +35,14 @@ def count(of: AnyRun) -> Count:
     """Count the parameters of a model and, if a run is given, those that the run would train. Read no weights.
 
     Args:
-        of: a run file (a path ending in `.yaml` or `.yml`), a run as an object, or any other string as the name or
-            folder of a model, as in `model.path`.
+        of: a run file (a path ending in `.yaml` or `.yml`), a run as an object, or any other path or string
+            as the folder or name of a model, as in `model.path`.
 
     Raises:
         UserError: the model is not found, or quantized in a format that is not read; its parameters cannot be counted
             correctly; or the run cannot be resolved.
     """
+    of = str(of) if isinstance(of, Path) else of
     if not isinstance(of, str) or of.endswith((".yaml", ".yml")):
         run = resolve(of)
         return Count(run.config.model.path, count_parameters(run.structure), count_trainable(build(run, "meta")))

@@ -83,7 +83,7 @@ def _acting(alpha: float) -> float:
 
 
 Rank = Annotated[int, Field(gt=0, strict=True)]
-Alpha = Annotated[FiniteFloat, AfterValidator(_acting)]
+Alpha = Annotated[FiniteFloat, Field(strict=True), AfterValidator(_acting)]
 Expression = Annotated[Pattern[str], AfterValidator(lambda pattern: pattern.pattern)]
 
 

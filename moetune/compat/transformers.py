@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from jinja2 import Environment
@@ -37,7 +37,8 @@ Checkpoint = Callable[..., Any]
 
 def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint, others: Mapping[nn.Module, Checkpoint]) -> None:
     """Make a model use `checkpoint`, or in some of its layers `others`, whenever activation checkpointing is switched
-    on from now on.
+    on from now on, and none while it generates: in training mode, layers that are checkpointed drop the cache, so that
+    each token would be chosen as if it were the first.
 
     `checkpoint(function, *args)` returns function(*args), as `torch.utils.checkpoint.checkpoint` does.
 
@@ -45,14 +46,25 @@ def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint, others: Mappin
     transformers' `activation_checkpointing_enable` accepts arguments for torch's function but no other function; its
     `offload` copies on the computing stream, and does not keep the routers' choices.
     """
-    switch = model._set_gradient_checkpointing
+    switch, stock = model._set_gradient_checkpointing, cast(Any, type(model)).generate
 
     def switch_to(enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
         switch(enable=enable, gradient_checkpointing_func=checkpoint, every_n_layers=every_n_layers)
         for layer, own in others.items():
             layer._gradient_checkpointing_func = own  # type: ignore[assignment]
 
+    def generate(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
+        checkpointed: list[Any] = [part for part in self.modules() if getattr(part, "gradient_checkpointing", False)]
+        for part in checkpointed:
+            part.gradient_checkpointing = False
+        try:
+            return stock(self, *args, **options)
+        finally:
+            for part in checkpointed:
+                part.gradient_checkpointing = True
+
     model._set_gradient_checkpointing = switch_to  # type: ignore[method-assign]
+    model.generate = MethodType(generate, model)  # type: ignore[assignment]
 
 
 def save_what_trains(model: PreTrainedModel, names: Iterable[str], model_type: str) -> None:

@@ -188,6 +188,15 @@ class QuantizedLinear(nn.Linear):
         """
         return self.stack.data[0]
 
+    @property
+    def W_q(self) -> Tensor:
+        """The stored data, under a name at which PEFT calls `dequantize` for the weight, as for the norms of DoRA."""
+        return self.weight
+
+    def dequantize(self) -> Tensor:
+        """Return the weight [out, in] in float32."""
+        return self.stack.matrix(0, torch.float32)
+
     def forward(self, input: Tensor) -> Tensor:
         apply: Callable[..., Tensor] = _QuantizedMatmul.apply
         return apply(input, self.stack, self.bias)

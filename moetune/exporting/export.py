@@ -86,7 +86,7 @@ def export(
     if isinstance(trained, FinishedRun):
         run = trained
     else:
-        run = in_memory(trained) if isinstance(trained, Adapted) else open_run(Path(trained))
+        run = in_memory(trained) if isinstance(trained, Adapted) else open_run(expanded(trained))
     kept = [expanded(run.config.model.path), *(() if run.path is None else (run.path,))]
     if (quantized := run.adapted.run.model.source.quantized_base) is not None:
         kept.append(quantized.source)

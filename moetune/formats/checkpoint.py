@@ -29,7 +29,7 @@ _LAYOUTS = list(dict.fromkeys(layout for format in FORMATS.values() for layout i
 _MAIN = {main for layout in _LAYOUTS for main in layout.MAIN}
 _EITHER = ({"", "weight", "packed", "qweight", "blocks"}, {"scale", "scale_inv", "scales"}, {"scale_2", "global_scale"})
 """Sets of parts of which a weight has one: with two, it is not known which is right."""
-_OF_ACTIVATIONS = re.compile(r".+\.(input_scale|input_global_scale|activation_scale|input_scale_ub|k_scale|v_scale)")
+_OF_ACTIVATIONS = re.compile(r".+\.(input_scale|input_global_scale|activation_scale|input_scale_ub|[qkv]_scale)")
 """Pattern of the names of tensors that are left out."""
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
 import torch
@@ -80,6 +80,8 @@ class BitsAndBytes(Quantized):
         shape, nested = tuple(state["shape"]), ("nested_absmax", "nested_quant_map")
         needed = {"absmax", "quant_map", *(nested if "nested_blocksize" in state else ())}
         require(parts.keys() >= needed and weight.nbytes == -(-math.prod(shape) // 2), parts)
+        # `bnb_4bit_quant_storage` may give its bytes another type, as which they may be NaN
+        parts = {**parts, "": replace(weight, dtype="U8", shape=(weight.nbytes, 1))}
         return cls(weight.file, NAMES[getattr(torch, state["dtype"])], shape, 0, parts, state)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -88,8 +90,7 @@ class BitsAndBytes(Quantized):
 
     def stored(self, expert: int = 0) -> dict[str, Tensor]:
         """Return part -> tensor as bitsandbytes expects them: the weight's bytes [n, 1] have the empty name."""
-        parts = super().stored()
-        return parts | {"": parts[""].view(torch.uint8).reshape(-1, 1)}
+        return super().stored()
 
     def is_in(self, format: Format) -> bool:
         """Return whether the matrix is in QLoRA's layout: 64 weights share a scale, and scales are plain, or in 8 bits

@@ -201,6 +201,8 @@ def scheme_of(settings: Settings) -> Scheme | None:
     """
     schemes: list[Scheme] = []
     for group in objects(settings, "config_groups").values():
+        if group.get("weights") is None and group.get("input_activations"):
+            continue  # of attention, which has none
         if not isinstance(weights := group.get("weights"), Mapping):
             raise invalid("config_groups", group, "give the settings of weights")
         kind = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")

@@ -21,7 +21,7 @@ from moetune.adapt.weights.base import refuse_changed_base
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.adapt.weights.stock import load_stock
 from moetune.adapters.base import base_of
-from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, beyond_plain, open_adapter, read_adapter
+from moetune.adapters.files import CHAT_TEMPLATE_FILE, CONFIG_FILE, PREFIX, beyond_plain, open_adapter, read_adapter
 from moetune.adapters.read import read, sure
 from moetune.compat.peft import targets_module
 from moetune.config.schema import (
@@ -266,7 +266,10 @@ def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None)
             f"the adapter in {what!r}: {CONFIG_FILE} names revision {shown(revision)} of {base!r}, and main is read: "
             f"hf download {base} --revision {revision} --local-dir DIR, and set base_model_name_or_path to DIR"
         )
-    model = resolve_model(ModelConfig.named(base, dtype=dtype or dtype_on(device)), device)
+    try:
+        model = resolve_model(ModelConfig.named(base, dtype=dtype or dtype_on(device)), device)
+    except UserError as error:
+        raise UserError(f"the base of the adapter in {what!r}, by its base_model_name_or_path: {error}") from error
 
     load = partial(_with_adapter, what, path, model, device)
     return Opened(name=what, kind="adapter", load=load, resolved=model, adapter=path)
@@ -278,7 +281,8 @@ def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceTyp
     Raises `UserError` if the base cannot be loaded, the adapter's tensors are not exactly those that PEFT expects, or
     they are in another layout.
     """
-    settings, tensors, _ = read_adapter(path)
+    settings, stored, _ = read_adapter(path)
+    tensors = {f"{PREFIX}{name.removeprefix(PREFIX).replace('.default.', '.')}": stored[name] for name in stored}
     base = model.config.path
     if not beyond_plain(settings):
         _refuse_other_layout(what, path, base, device)
@@ -294,14 +298,21 @@ def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceTyp
         warnings.simplefilter("ignore")  # PEFT calls transformers by a deprecated name
         # a tensor of another shape is left out here, and named below
         adapted = PeftModel.from_pretrained(plain, str(path), ignore_mismatched_sizes=True)
-        expected = get_peft_model_state_dict(adapted)
+        expected, state = get_peft_model_state_dict(adapted), adapted.state_dict()
+
+    def is_loaded(name: str) -> bool:
+        """Whether a tensor is in the model, as are the embeddings that PEFT saves where rows were added to them."""
+        inside = state.get(name.replace(".modules_to_save.", ".modules_to_save.default."))
+        of_base = ".base_layer." in name and ".token_adapter." not in name
+        return inside is not None and not of_base and inside.cpu().equal(tensors[name].to(inside.dtype))
+
     refuse_misfit(
         # what the base has need not be in the adapter: PEFT adds lm_head's own weight to what it saves
         {f"missing {name}" for name in expected.keys() - tensors.keys() if not name.endswith(".base_layer.weight")}
-        | {f"unexpected {name}" for name in tensors.keys() - expected.keys()}
+        | {f"unexpected {name}" for name in tensors.keys() - expected.keys() if not is_loaded(name)}
         | {
             f"{name} is {[*tensors[name].shape]}, not {[*factor.shape]}"
-            for name, factor in expected.items()
+            for name, factor in (state | expected).items()
             if name in tensors and tensors[name].shape != factor.shape
         },
         f"the factors in {what!r}",
@@ -322,6 +333,8 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
         names_modules = any(targets_module(stored.settings, experts) for experts in parsed.adapter.experts)
     if parsed.layout not in (None, of.peft_layout):
         why = f"is in the layout {parsed.layout}, and PEFT reads {of.peft_layout} with this base"
+    elif parsed.wrong:
+        raise UserError(f"the adapter in {what!r}: {parsed.wrong[0]}")
     elif names_modules:
         why = "names modules of experts in target_modules, which vLLM reads and PEFT does not"
     elif stored.renamed and ".default." not in stored.renamed:

@@ -4,6 +4,8 @@ from typing import Literal
 
 import torch
 
+from moetune.errors import UserError
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Name in a run file -> torch dtype."""
 
@@ -21,7 +23,10 @@ def this_device() -> DeviceType:
 
 
 def device_kind(device: torch.device | str | None) -> DeviceType:
-    """Return the kind of a device: `cpu`, or `cuda` for any other. None is the device that this machine trains on."""
+    """Return the kind of a device: `cpu`, or `cuda` for that and `meta`; `UserError` for others. None is the device
+    that this machine trains on."""
     if device is None:
         return this_device()
-    return "cpu" if torch.device(device).type == "cpu" else "cuda"
+    if (kind := torch.device(device).type) not in ("cpu", "cuda", "meta"):
+        raise UserError(f"device {kind}: moetune computes on cuda or cpu")
+    return "cpu" if kind == "cpu" else "cuda"

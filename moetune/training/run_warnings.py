@@ -2,8 +2,10 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -21,6 +23,10 @@ _TOO_FEW = 0.5
 """If less than this share of the 16-bit weights has changed in a run, most of its updates were lost to rounding."""
 _ENOUGH = 32
 """The load of a layer is checked from this mean number of tokens per expert on."""
+_ROWS = 64
+"""Rows of the data in which tokens are looked for that the base has not learnt."""
+_ZERO = 1e-6
+"""A token's weights are zero if the largest is at most this share of what it is for the median token."""
 _OF_ACCELERATE = tuple(
     f"ACCELERATE_{name}" for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_DEEPSPEED", "USE_FSDP")
 )
@@ -69,8 +75,8 @@ class RunWarnings:
 
     def about_data(self, data: Datasets) -> None:
         """Warn of settings without use, of a router loss that only config.json asks for, of a checkpoint in float16, of
-        documents longer than the model has positions or than transformers computes right, and of linear layers that
-        cannot have LoRA.
+        documents longer than the model has positions or than transformers computes right, of tokens that the base has
+        not learnt, and of linear layers that cannot have LoRA.
 
         Called once, before the first step; every line of metrics repeats these warnings' kinds.
         """
@@ -106,6 +112,13 @@ class RunWarnings:
                 "rotary factors",
                 f"documents of up to {longest} tokens: transformers turns positions beyond {short} by the factors for "
                 f"short rows (findings/transformers_phimoe_short_factors.sh); train.sequence_length: {short} cuts",
+            )
+        if zero := _untrained_tokens(self.adapted, data.train[:_ROWS]):
+            self.say(
+                "untrained tokens",
+                f"the weights of {counted(len(zero), 'token')} of the data (ids {', '.join(map(str, zero[:5]))}) "
+                "are zero in the embedding or the LM head, which does not train, so the model cannot learn them: "
+                "adapt.also: [embedding, lm_head], or a data.chat_template without them",
             )
         self._of_data = list(self._kinds)
 
@@ -225,6 +238,24 @@ def _without_use(config: RunConfig, evaluates: bool) -> Iterator[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if visible not in ("", "-1") and not torch.cuda.is_available():
         yield f"CUDA_VISIBLE_DEVICES={visible} names no GPU that torch can use, so the run is on the CPU"
+
+
+@torch.no_grad()
+def _untrained_tokens(adapted: Adapted, rows: Mapping[str, list[Any]]) -> list[int]:
+    """Return the tokens in some rows of the data whose weights are zero, beside those of the others, in an embedding or
+    LM head that does not train."""
+    ids = np.concatenate(rows["input_ids"])
+    if "is_token" in rows:  # packed rows, with padding
+        ids = ids[np.concatenate(rows["is_token"]) != 0]
+    tokens, zero = torch.from_numpy(np.unique(ids)).long(), set[int]()
+    for table in (adapted.model.get_input_embeddings(), adapted.model.get_output_embeddings()):
+        weight: Any = getattr(table, "weight", None)
+        if weight is None or weight.requires_grad or hasattr(table, "lora_A") or not adapted.ranks.is_single:
+            continue
+        largest = weight[tokens.to(weight.device)].abs().amax(-1).float().cpu()
+        padding = getattr(table, "padding_idx", None)
+        zero |= {*tokens[largest <= _ZERO * largest.median()].tolist()} - {padding}
+    return sorted(zero)
 
 
 def _is_enough(tokens_E: Tensor) -> bool:

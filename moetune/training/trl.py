@@ -1,6 +1,7 @@
 """Adapted models in TRL's trainers: the reference, arguments from the run file."""
 
 import json
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -110,7 +111,7 @@ def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:
     if trainer not in TRAINERS:
         raise UserError(f"no arguments for the trainer {trainer!r}: {', '.join(TRAINERS)}.{suggest(trainer, TRAINERS)}")
     run = resolve(run)
-    _refuse_what_trl_lacks(run)
+    _refuse_what_trl_lacks(run, trainer)
     config, train = run.config, run.config.train
     if config.model.dtype == "bf16" and (parts := sorted({*run.parts.values()} - {"lora"})):
         warnings.warn(
@@ -164,12 +165,17 @@ def prompt_length(config: RunConfig, completion: Any) -> int:
     return config.train.sequence_length - completion
 
 
-def _refuse_what_trl_lacks(run: ResolvedRun) -> None:
+def _refuse_what_trl_lacks(run: ResolvedRun, trainer: TrlTrainer) -> None:
     """Raise one `UserError` that names all settings that TRL would ignore and that change what is learned, or ask for
     another order of micro-batches."""
     train, lora, usual = run.config.train, run.config.adapt.lora, TrainConfig()
     keys = ("max_grad_value", "on_nonfinite", "router_z_loss", "router_aux_scope", "router_bias_rate", "early_stopping")
     ignored = [f"train.{key}: {value}" for key in keys if (value := getattr(train, key)) != getattr(usual, key)]
+    kind = type(run.model.plain)
+    if train.router_aux_loss and not hasattr(sys.modules[kind.__module__], "load_balancing_loss_func"):
+        ignored.append(f"train.router_aux_loss: {train.router_aux_loss}, since {kind.__name__} has no such loss")
+    elif train.router_aux_loss and trainer == "orpo":
+        ignored.append(f"train.router_aux_loss: {train.router_aux_loss}")
     if run.layer_by_layer:
         ignored.append("train.layer_by_layer: true")
     if lora is not None and lora.lr_ratio != 1:

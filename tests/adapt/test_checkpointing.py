@@ -309,6 +309,14 @@ def test_an_architecture_without_checkpointing_is_refused(tmp_path: Path) -> Non
         resolve(run.config.model_copy(update={"train": train}), "cpu", like=run)
 
 
+def test_a_model_that_trains_generates_from_the_whole_prompt(tmp_path: Path) -> None:
+    """Layers that are checkpointed drop the cache."""
+    adapted = build_toy(toy_config("mixtral"), tmp_path, {"router": "all"}, train={"checkpointing": "full"})
+    expected = adapted.model.eval().generate(token_ids(), max_new_tokens=5, do_sample=False)
+    assert torch.equal(adapted.model.train().generate(token_ids(), max_new_tokens=5, do_sample=False), expected)
+    assert adapted.model.is_activation_checkpointing
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "experts_only", "full"])
 def test_who_switches_it_on_later_gets_the_same_kind(checkpointing: str, tmp_path: Path) -> None:
     """Trainers switch it by settings of their own, TRL's off and on around a reference model."""

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moetune.adapters.files import PREFIX
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
@@ -267,6 +268,8 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
     "a rank that its factors have not": (said("adapter/adapter_config.json", r=1), "size mismatch for .*lora_|says 1"),
     "a rank of 10,000,000": (said("adapter/adapter_config.json", r=10_000_000), "rank 10000000"),
     "a rank that is a word": (said("adapter/adapter_config.json", r="x"), "r: 'x'"),
+    "an alpha as text": (said("adapter/adapter_config.json", lora_alpha="8"), "lora_alpha: '8'"),
+    "a module that is not there": (said("adapter/adapter_config.json", modules_to_save=["lm_head"]), "lm_head: is in"),
     "an alpha of zero": (said("adapter/adapter_config.json", lora_alpha=0), "an alpha of 0 leaves"),
     "not a number": (values(FACTORS, lambda t: first(t, float("nan"))), "not finite"),
     "cut short": (lambda f: (f / FACTORS).write_bytes((f / FACTORS).read_bytes()[:-9]), "adapter_model.safetensors"),
@@ -294,7 +297,8 @@ def test_an_adapter_that_matches_in_part(
         changed = json.loads((folder / "scores.json").read_text())
         gone("scores.json")(folder)
         (folder / "adapter/adapter_config.json").write_text(settings)
-        assert (found, answer(moetune, monkeypatch, command, folder, "adapter")) == (SAID, (SAID, err))
+        assert (found, "its settings leave out" in err) == (SAID, True)
+        assert answer(moetune, monkeypatch, command, folder, "adapter") == (SAID, "")
         assert changed["layers"] == json.loads((folder / "scores.json").read_text())["layers"]
         return
     assert (found, re.search(message, err) is not None) == (REFUSED, True), err
@@ -313,6 +317,27 @@ def test_an_adapter_of_another_base_or_of_later_tokens(
     folder = copied(made, tmp_path / "copy", "adapter")
     said("adapter/adapter_config.json", **settings)(folder)
     with pytest.raises(UserError, match=message):
+        find(str(folder / "adapter"))
+
+
+def test_an_adapter_under_other_names_that_peft_reads(made: Path, tmp_path: Path) -> None:
+    """And one whose base is on the machine that trained it."""
+    folder = copied(made, tmp_path / "copy", "adapter")
+    expected = find(str(folder / "adapter")).model.state_dict()
+    values(
+        FACTORS,
+        lambda t: [t.update({k.removeprefix(PREFIX).replace(".weight", ".default.weight"): t.pop(k)}) for k in list(t)],
+    )(folder)
+    for name, tensor in find(str(folder / "adapter")).model.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    head = torch.randn_like(expected["lm_head.weight"])  # where tokens were added, PEFT saves embeddings whole
+    values(FACTORS, lambda t: t.update({f"{PREFIX}lm_head.weight": head}))(folder)
+    assert torch.equal(find(str(folder / "adapter")).model.lm_head.weight, head)
+    values(FACTORS, lambda t: t.update({f"{PREFIX}lm_head.weight": head[:-1]}))(folder)
+    with pytest.raises(UserError, match=rf"lm_head.weight is \[{len(head) - 1}, "):
+        _ = find(str(folder / "adapter")).model
+    said("adapter/adapter_config.json", base_model_name_or_path="/gone/base")(folder)
+    with pytest.raises(UserError, match=r"by its base_model_name_or_path: model '/gone/base'"):
         find(str(folder / "adapter"))
 
 

@@ -148,6 +148,23 @@ def test_a_base_that_is_not_finite(
         train(small.run_config(model, small_data, tmp_path / "run", "router", data={"packing": packing}))
 
 
+@pytest.mark.parametrize(("packing", "also", "is_said"), [(True, (), True), (False, ("embedding", "lm_head"), False)])
+def test_tokens_that_the_base_has_not_learnt(
+    packing: bool,
+    also: tuple[str, ...],
+    is_said: bool,
+    small_model: Path,
+    small_data: Path,
+    tmp_path: Path,
+    capsys: Err,
+) -> None:
+    """As those of chats in a base model: here the end of a text."""
+    model = changed(small_model, tmp_path / "model", lambda name, tensor: tensor[2].zero_() if len(tensor) > 999 else 0)
+    config = small.run_config(model, small_data, tmp_path / "run", "router", data={"packing": packing})
+    train(config.but(adapt={"also": also}, train={"steps": 1}))
+    assert ["1 token of the data (ids 2) are zero" in note for note in said(capsys)] == [True] * is_said
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_pad_token_without_an_embedding(packing: bool, small_model: Path, small_data: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(small_model, tmp_path / "model"))

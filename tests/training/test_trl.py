@@ -314,6 +314,13 @@ def test_settings_that_trl_would_ignore_are_refused_together(toys: Callable[[str
         assert setting in str(refused.value)
 
 
+@pytest.mark.parametrize(("model_type", "kind"), [("deepseek_v3", "sft"), ("mixtral", "orpo")])
+def test_a_router_loss_that_is_not_computed_is_refused(model_type: str, kind: Any, toys: Callable[[str], Path]) -> None:
+    run = a_run(toys(model_type), ADAPT["router"], train={"router_aux_loss": 0.1})
+    with pytest.raises(UserError, match=r"would ignore train\.router_aux_loss: 0\.1"):
+        trl_arguments(resolve(run, "cpu"), kind)
+
+
 def test_weights_that_trl_updates_in_16_bits_are_named(toys: Callable[[str], Path]) -> None:
     in_bf16 = {"dtype": "bf16"}
     with pytest.warns(UserWarning, match="update experts and router in bf16, without a float32 copy"):

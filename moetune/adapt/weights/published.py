@@ -180,7 +180,7 @@ class CheckpointReader:
             hint = " (set tie_word_embeddings: true in config.json if the embedding is the head)" if is_head else ""
             twice = " (it is there in two spellings: remove one from the files)" if name in unexpected else ""
             yield f"missing {name}{hint}{twice}"
-        yield from (f"unexpected {name}" for name in sorted(unexpected))
+        yield from (f"unexpected {name}" for name in sorted(without_drafts(unexpected)))
         of_experts = {f"{path}.{stack}": x for path, x in self._target.layers.items() for stack in stacks(x)}
         for name, mapping in self._mappings.items():
             if (expected := state.get(name)) is None:
@@ -215,7 +215,8 @@ class CheckpointReader:
             is_apart = mapping.has_experts_apart if name in experts else mapping.conversion is None
             format = formats[modules[name]] if name in modules else None
             of_stack = name in experts and not is_apart and not name.endswith("bias")
-            if format is None or not (of_stack or (is_apart and format.is_read_apart)):
+            # bitsandbytes packs linear layers alone
+            if format is None or format.has_own_linear or not (of_stack or (is_apart and format.is_read_apart)):
                 continue
             for key in mapping.every_key():
                 stored = self._stored[key]
@@ -284,9 +285,18 @@ def finish_reading(model: PreTrainedModel, folder: Path) -> None:
     model.eval()
 
 
+def without_drafts(names: Collection[str]) -> set[str]:
+    """Return names of tensors without those of layers after the last that predict further tokens, as DeepSeek-V3 has:
+    transformers ignores them by their numbers in the models that it knows."""
+    drafts = tuple(name.partition("eh_proj.")[0] for name in names if ".eh_proj." in name)
+    return {name for name in names if not name.startswith(drafts)}
+
+
 def refuse_misfit(wrong: Collection[str], what: str, model: str, remedy: str = "") -> None:
-    """Raise `UserError` if `wrong`, descriptions of tensors that do not fit, is not empty; the message lists the first
-    ten, and ends with `remedy`. `what` names the weights in it, in the plural."""
+    """Raise `UserError` if `wrong`, descriptions of tensors that do not fit, is not empty; the message lists ten, of
+    what is missing and of what is there as many, and ends with `remedy`. `what` names the weights, in the plural."""
     if wrong:
-        told = [*first_of(sorted(wrong)), *filter(None, [remedy])]
+        kinds = [[line for line in sorted(wrong) if line.startswith("unexpected ") == is_there] for is_there in (0, 1)]
+        share = 10 // sum(map(bool, kinds))
+        told = [*first_of(kinds[0], share), *first_of(kinds[1], share), *filter(None, [remedy])]
         raise UserError(f"{what} do not fit {model!r}: {'; '.join(told)}")

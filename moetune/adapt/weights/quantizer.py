@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -19,7 +20,7 @@ from moetune.adapt.weights.published import CheckpointReader
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import LoadingQuantizer
 from moetune.config.resolved import ResolvedModelConfig
-from moetune.errors import raise_problems
+from moetune.errors import UserError, raise_problems
 from moetune.experts.context import ExpertContext
 from moetune.experts.host import ExpertPrefetcher
 from moetune.models.selection import NOTHING
@@ -78,3 +79,15 @@ class MoetuneQuantizer(LoadingQuantizer):
         linears = linears_to_quantize(model, structure, NOTHING, config)
         target = LoadTarget(model, structure, NOTHING, config, linears, device, context=context)
         CheckpointReader(folder, plain, folder.name, target).read_all(model)
+        for layer in structure.moe_layers:
+            model.get_submodule(layer.experts).register_load_state_dict_pre_hook(_refuse_factors)
+
+
+def _refuse_factors(_: nn.Module, state: dict[str, Any], prefix: str, *_more: Any) -> None:
+    """Raise `UserError` where PEFT loads factors of experts, which it does not apply to quantized ones."""
+    for name in state:
+        if name.startswith(prefix) and ".lora_" in name:
+            raise UserError(
+                f"{name}: PEFT applies no factors to experts that MoetuneConfig quantizes; merge the adapter (moetune "
+                "adapter merge), or give it to moetune.build as adapt.start_from"
+            )

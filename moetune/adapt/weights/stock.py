@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from moetune.adapt.weights.published import refuse_misfit
+from moetune.adapt.weights.published import refuse_misfit, without_drafts
 from moetune.errors import UserError, reading
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import read_json
@@ -41,7 +41,8 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # mismatches are reported below, by name
             output_loading_info=True,
         )
-    wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
+    kinds = {"missing": info["missing_keys"], "unexpected": without_drafts(info["unexpected_keys"])}
+    wrong = [f"{kind} {key}" for kind, keys in kinds.items() for key in sorted(keys)]
     wrong += [f"{key} is {[*stored]}, not {[*size]}" for key, stored, size in sorted(info["mismatched_keys"])]
     refuse_misfit(wrong, f"the weights in {str(folder)!r}", model.source.name)
     if torch.stack([is_suspect(tensor) for tensor in loaded.state_dict().values()]).any():

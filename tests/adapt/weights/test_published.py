@@ -12,12 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from moetune.adapt.weights.stock import load_stock
+from moetune.config.schema import ModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts
+from moetune.run.resolve import resolve_model
 from tests.reference import run_config, small_linears_are_quantized
 from tests.resolved import build, write_quantized_base
-from tests.toys import toy_config
+from tests.toys import LAYERS, toy_config
 
 TYPES = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "gpt_oss", "phimoe"]
 FROZEN: dict[str, Any] = {"also": ["norm"]}
@@ -162,6 +165,15 @@ def test_one_that_does_not_fit_is_refused_by_name(
         read(tmp_path)
 
 
+def test_what_is_there_is_named_beside_what_is_missing(whole: Path, tmp_path: Path) -> None:
+    """Where all names begin otherwise, as those of a value head's."""
+    (tmp_path / "config.json").write_text((whole / "config.json").read_text())
+    tensors = {f"pretrained_model.{name}": tensor for name, tensor in load_file(whole / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with small_linears_are_quantized(), pytest.raises(UserError, match=r"missing lm_head.*unexpected pretrained_model"):
+        read(tmp_path)
+
+
 def test_a_file_that_was_cut_short_is_refused(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((whole / "config.json").read_text())
     with pytest.raises(UserError, match="only safetensors checkpoints are read"):
@@ -183,6 +195,19 @@ def test_matrices_of_zeros_and_files_that_no_index_lists_are_said(
     said = capsys.readouterr().err
     assert f"only zeros in {len(zeros)} tensors of " in said
     assert "files of weights that are not read: other.safetensors" in said
+
+
+def test_a_layer_that_predicts_further_tokens_is_left_out(whole: Path, tmp_path: Path) -> None:
+    """It follows the last one, and has a projection of its own; transformers knows some by their numbers."""
+    (tmp_path / "config.json").write_text((whole / "config.json").read_text())
+    tensors, last = load_file(whole / "model.safetensors"), f"model.layers.{LAYERS - 1}."
+    further = {name.replace(last, f"model.layers.{LAYERS}."): x.clone() for name, x in tensors.items() if last in name}
+    further[f"model.layers.{LAYERS}.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file(tensors | further, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    stock = load_stock(resolve_model(ModelConfig.named(str(tmp_path)), "cpu"), "cpu").state_dict()
+    with small_linears_are_quantized():
+        assert read(tmp_path).state_dict().keys() >= {"model.norm.weight"}
+    assert not any(f".layers.{LAYERS}." in name for name in stock)
 
 
 def test_an_unknown_quantization_is_refused(whole: Path, tmp_path: Path) -> None:

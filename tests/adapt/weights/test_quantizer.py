@@ -1,9 +1,12 @@
 """`MoetuneConfig`: stock transformers loads a model whose experts and linear layers are quantized."""
 
+import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -45,7 +48,7 @@ def test_the_configuration_says_how_it_was_quantized(tmp_path: Path, capfd: pyte
     assert AutoConfig.from_pretrained(tmp_path).model_type == "mixtral"
 
 
-@pytest.mark.parametrize("base", [{"default": "bf16", "parts": {"experts": "nf4"}}, "nvfp4", "bf16"], ids=str)
+@pytest.mark.parametrize("base", [{"default": "bf16", "parts": {"experts": "nf4"}}, "nvfp4"], ids=str)
 def test_a_cast_leaves_scales_of_quantized_weights_as_they_are(base: object, tmp_path: Path) -> None:
     """Logits are those of a model that is loaded in that dtype."""
     write(tmp_path, "mixtral")
@@ -59,6 +62,30 @@ def test_a_cast_leaves_scales_of_quantized_weights_as_they_are(base: object, tmp
     with torch.no_grad():
         cast, expected = (loaded(dtype).to(torch.bfloat16) for dtype in (torch.float32, torch.bfloat16))
         assert torch.equal(cast(ids).logits, expected(ids).logits)
+
+
+def test_an_adapter_of_experts_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    plain = write(tmp_path / "base", "mixtral")
+    for targets in ("all-linear", ["q_proj"]):
+        get_peft_model(copy.deepcopy(plain), LoraConfig(r=2, target_modules=targets)).save_pretrained(tmp_path / "lora")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=MoetuneConfig())
+        of_experts = pytest.raises(UserError, match="applies no factors to experts")
+        with of_experts if targets == "all-linear" else nullcontext():
+            PeftModel.from_pretrained(loaded, tmp_path / "lora")
+
+
+@pytest.mark.parametrize("base", ["int8", "nvfp4"])
+def test_magnitudes_of_dora_are_of_the_weights(base: str, tmp_path: Path) -> None:
+    """Not of the codes that stand for them."""
+    plain = write(tmp_path, "mixtral")
+    with small_linears_are_quantized():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MoetuneConfig(base=base))
+    adapted = get_peft_model(loaded, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    for name, magnitude in adapted.named_parameters():
+        if "magnitude" in name:
+            layer = name.removeprefix("base_model.model.").partition(".lora_")[0]
+            expected = plain.get_submodule(layer).weight.norm(dim=1)
+            assert torch.allclose(magnitude, expected, rtol=0.2), (base, layer)
 
 
 def test_what_is_asked_for_is_done_or_refused(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
 from moetune.tensor_files import Stored
 from tests.memory.trace.test_loading import load
-from tests.published import write_4bit, write_fp8, write_int4, write_mxfp4, write_nvfp4
+from tests.published import write_4bit, write_floats, write_fp8, write_int4, write_mxfp4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
 from tests.resolved import build, write_quantized_base
 from tests.toys import toy_config
@@ -302,6 +302,44 @@ def test_another_layout_is_unpacked_and_packed_anew(
     stack.quantize_(0, down)
     assert torch.equal(bank.down.matrix(3, torch.float32), stack.matrix(0, torch.float32))
     assert (bank.gate_up.matrix(3, torch.float32) - gate_up).norm() < 0.2 * gate_up.norm()
+
+
+def test_bytes_of_four_bits_may_have_another_type(tmp_path: Path) -> None:
+    """`bnb_4bit_quant_storage`, as which they hold NaN: sharded trainers ask for bfloat16."""
+    folder = write_4bit(tmp_path, "mixtral", hidden_size=64)
+    expected = built(folder, FROZEN, dtype="fp32").model.state_dict()
+    tensors = load_file(folder / "model.safetensors")
+    packed = {name for name in tensors if f"{name}.absmax" in tensors}
+    other = {name: tensors[name].view(-1).view(torch.bfloat16).view(-1, 1) for name in packed}
+    assert not all(tensor.isfinite().all() for tensor in other.values())
+    save_file(tensors | other, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, tensor in built(folder, FROZEN, dtype="fp32").model.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_settings_and_scales_of_attention_are_left_out(tmp_path: Path) -> None:
+    """As llm-compressor writes them beside those of weights."""
+    folder = write_floats(tmp_path, "row")
+    expected = built(folder, FROZEN, dtype="fp32").model.state_dict()
+    config = json.loads((folder / "config.json").read_text())
+    activations = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    group = {"targets": ["Qwen3MoeAttention"], "weights": None, "input_activations": activations}
+    config["quantization_config"]["config_groups"]["group_1"] = group
+    (folder / "config.json").write_text(json.dumps(config))
+    scales = {f"model.layers.0.self_attn.{part}_scale": torch.ones(1) for part in "qkv"}
+    save_file(load_file(folder / "model.safetensors") | scales, folder / "model.safetensors")
+    for name, tensor in built(folder, FROZEN, dtype="fp32").model.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_stacked_experts_beside_four_bits_are_quantized(tmp_path: Path) -> None:
+    """As transformers saves a model that bitsandbytes quantized, which packs linear layers alone."""
+    folder = write_4bit(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=64)
+    bank = built(folder, FROZEN, dtype="fp32").model.model.layers[1].mlp.experts
+    published = load_file(folder / "model.safetensors")["model.layers.1.mlp.experts.down_proj"]
+    stack = QuantizedExperts(1, (64, 64), "nf4")
+    stack.quantize_(0, published[3].T.contiguous())
+    assert torch.equal(bank.down.matrix(3, torch.float32), stack.matrix(0, torch.float32))
 
 
 def test_scales_other_than_published_are_refused_unless_it_is_packed_anew(tmp_path: Path) -> None:
