@@ -90,8 +90,8 @@ def save_what_trains(model: PreTrainedModel, names: Iterable[str], model_type: s
 
 def keep_as_built(model: PreTrainedModel, dtype: torch.dtype, chosen: Sequence[nn.Parameter]) -> None:
     """Make `resize_token_embeddings` keep embeddings that have a row for each token, and refuse to add rows; make `to`,
-    `half` and `bfloat16` refuse 16 bits, passes autocast to another dtype than `dtype`, and training passes the `chosen`
-    parameters if all are frozen."""
+    `half` and `bfloat16` refuse 16 bits, passes autocast to another dtype than `dtype`, and training passes the
+    `chosen` parameters if all are frozen."""
 
     def resize_token_embeddings(
         self: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **options: Any

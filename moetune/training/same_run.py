@@ -23,10 +23,10 @@ from moetune.training.data.documents import values
 from moetune.training.data.load import Datasets
 
 FREE_ON_RESUME = {
-    "output", "hardware", "parallel", "data.train", "data.eval", "train.steps", "train.epochs", "train.log_every", "train.eval_every",
-    "train.save_every", "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch", "train.on_oom",
-    "train.checkpointing", "train.keep_rows", "train.expert_memory", "train.loss_memory", "train.early_stopping",
-    "train.layer_by_layer",
+    "output", "hardware", "parallel", "data.train", "data.eval", "train.steps", "train.epochs", "train.log_every",
+    "train.eval_every", "train.save_every", "train.keep_checkpoints", "train.report_to", "train.eval_micro_batch",
+    "train.on_oom", "train.checkpointing", "train.keep_rows", "train.expert_memory", "train.loss_memory",
+    "train.early_stopping", "train.layer_by_layer",
 }  # fmt: skip
 """Settings that a resumed run may change; a section's name stands for all of its keys. Of data their tokens are
 compared, and so may lie elsewhere."""
