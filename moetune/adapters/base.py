@@ -20,7 +20,7 @@ from moetune.errors import UserError, shown
 from moetune.files import expanded
 from moetune.formats.checkpoint import weights_of
 from moetune.models.hub.fingerprint import headers
-from moetune.models.hub.key_mapping import KeyMapping, key_mappings, published_names
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings, published_names, renamed_again
 from moetune.models.moe import MoeLayer
 from moetune.models.source import ModelSource
 from moetune.models.structure import ModelStructure
@@ -108,6 +108,14 @@ class AdapterBase:
         where it takes experts' inputs for their outputs."""
         experts = map(self.plain.get_submodule, self.layers)
         return "peft-0.18" if any(isinstance(module, llama4.Experts) for module in experts) else "peft"
+
+    @cached_property
+    def peft_names(self) -> dict[str, str]:
+        """Path of a linear layer or router -> the name by which PEFT finds its factors: the checkpoint's where PEFT,
+        which renames as transformers does on loading, would not find the path (Laguna's shared experts)."""
+        paths = self.structure.lora_layers()
+        lost = renamed_again(self.plain, (f"{path}.lora_A.weight" for path in paths))
+        return {path: self.linear_name(path) if f"{path}.lora_A.weight" in lost else path for path in paths}
 
     @cached_property
     def _paths(self) -> dict[str, str]:

@@ -88,7 +88,8 @@ def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     layout = "unsloth-grouped" if program == "unsloth-grouped" else base.peft_layout
     split = _split_on_loading(adapter, base)
     notes = (f"vLLM and SGLang do not apply its factors on {split}; merge it for them",) if split else ()
-    tensors = stacked(adapter, ORDERS[layout]) | dict(adapter.saved)
+    named = replace(adapter, linears={base.peft_names[path]: own for path, own in adapter.linears.items()})
+    tensors = stacked(named, ORDERS[layout]) | dict(adapter.saved)
     if program.startswith("unsloth") and adapter.experts:
         settings["lora_B_layout"] = "grouped_by_expert" if ORDERS[layout].is_grouped else "rank_major"
     return LaidOut(layout if adapter.experts else None, tensors, settings, adapter, notes)

@@ -191,6 +191,12 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
     return {name: mapping for name, mapping in mappings.items() if mapping.is_whole}
 
 
+def renamed_again(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return those of a model's own names that the rules for names of its checkpoints rename too, as Laguna's do."""
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    return {name for name in names if rename_source_key(name, renamings, [])[0] != name}
+
+
 def _splits_list(rule: Any) -> bool:
     """Return whether a conversion rule makes two stacks of one list of experts: the first of them are for text, the
     others for images."""
