@@ -88,10 +88,6 @@ class BitsAndBytes(Quantized):
         """Yield (first row, row after the last) of a single block: all rows are dequantized together."""
         yield 0, self.num_rows
 
-    def stored(self, expert: int = 0) -> dict[str, Tensor]:
-        """Return part -> tensor as bitsandbytes expects them: the weight's bytes [n, 1] have the empty name."""
-        return super().stored()
-
     def is_in(self, format: Format) -> bool:
         """Return whether the matrix is in QLoRA's layout: 64 weights share a scale, and scales are plain, or in 8 bits
         of which 256 share one."""

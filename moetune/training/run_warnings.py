@@ -252,7 +252,8 @@ def _untrained_tokens(adapted: Adapted, rows: Mapping[str, list[Any]]) -> list[i
         weight: Any = getattr(table, "weight", None)
         if weight is None or weight.requires_grad or hasattr(table, "lora_A") or not adapted.ranks.is_single:
             continue
-        largest = weight[tokens.to(weight.device)].abs().amax(-1).float().cpu()
+        parts = tokens.to(weight.device).split(1024)  # which take little of a GPU's memory
+        largest = torch.cat([weight[part].abs().amax(-1) for part in parts]).float().cpu()
         padding = getattr(table, "padding_idx", None)
         zero |= {*tokens[largest <= _ZERO * largest.median()].tolist()} - {padding}
     return sorted(zero)
