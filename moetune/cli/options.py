@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import sys
@@ -40,6 +41,7 @@ def heavy_imports() -> Iterator[None]:
     finally:
         gc.enable()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # Triton 3.9 tells of what is not freed at the end
 
 
 # --- Checks, before what takes seconds ----------------------------------------------------------------------------

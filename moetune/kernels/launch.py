@@ -4,6 +4,7 @@ Measurements are in docs/benchmarks/host_time.md. Import this file only with a G
 """
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,9 @@ from triton.runtime import driver
 
 from moetune.errors import one_line
 from moetune.kernels.registry import KernelError, is_out_of_memory
+
+# a product and a sum are rounded once, as the kernels' tests have it: Triton 3.10 will not, and 3.9 warns of that
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def next_power_of_2(number: int) -> int:

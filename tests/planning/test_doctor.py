@@ -21,6 +21,7 @@ def outcomes(ended: Any) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in json.loads(ended.out)["checks"]}
 
 
+@pytest.mark.skipif(bool(torch.version.cuda) and not torch.cuda.is_available(), reason="a torch for CUDA finds no GPU")
 def test_a_machine_that_is_well(moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: ["numpy>=2", "none; extra == 'dev'"])
     ended = moetune("doctor", "--json")
