@@ -48,7 +48,7 @@ def test_the_configuration_says_how_it_was_quantized(tmp_path: Path, capfd: pyte
     assert AutoConfig.from_pretrained(tmp_path).model_type == "mixtral"
 
 
-@pytest.mark.parametrize("base", [{"default": "bf16", "parts": {"experts": "nf4"}}, "nvfp4"], ids=str)
+@pytest.mark.parametrize("base", [{"default": "bf16", "parts": {"experts": "nf4"}}, "nvfp4", "mxfp4"], ids=str)
 def test_a_cast_leaves_scales_of_quantized_weights_as_they_are(base: object, tmp_path: Path) -> None:
     """Logits are those of a model that is loaded in that dtype."""
     write(tmp_path, "mixtral")
@@ -62,6 +62,11 @@ def test_a_cast_leaves_scales_of_quantized_weights_as_they_are(base: object, tmp
     with torch.no_grad():
         cast, expected = (loaded(dtype).to(torch.bfloat16) for dtype in (torch.float32, torch.bfloat16))
         assert torch.equal(cast(ids).logits, expected(ids).logits)
+        plain = loaded(torch.float32)
+        in_32_bits = plain(ids).logits
+        for dtype, tolerance in ((torch.float64, 1e-5), (torch.float16, 1e-2)):
+            cast = copy.deepcopy(plain).to(dtype)
+            assert (cast(ids).logits - in_32_bits).norm() < tolerance * in_32_bits.norm()
 
 
 def test_an_adapter_of_experts_is_not_left_out_in_silence(tmp_path: Path) -> None:
