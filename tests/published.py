@@ -231,13 +231,23 @@ def write_4bit(
     double_quant: bool = True,
     quant_type: str = "nf4",
     blocksize: int = 64,
+    apart: bool = False,
     **sizes: Any,
 ) -> Path:
-    """Write a toy model as bitsandbytes and transformers 4 save it: each linear layer in 4 bits, of experts too."""
+    """Write a toy model as bitsandbytes and transformers 4 save it: each linear layer in 4 bits, of experts too; those
+    of gpt-oss, with `apart`, under the names of unsloth/gpt-oss-20b-unsloth-bnb-4bit."""
     config = toy_config(model_type, **sizes)
     tensors: dict[str, Tensor] = {}
-    for name, value in _checkpoint(config).items():
-        if value.ndim == 2 and not re.search(r"embed|lm_head|gate\.weight|bias", name):
+    plain = _checkpoint(config)
+    for name in [name for name in plain if apart and ".mlp." in name]:
+        whole, (stack, is_bias, _) = plain.pop(name), name.partition("_bias")
+        if ".router." in name:
+            plain[name.replace(".router.", ".router.linear.")] = whole
+        else:
+            part = "bias" if is_bias else "weight"
+            plain |= {f"{stack}s.{expert}.{part}": matrix.t().contiguous() for expert, matrix in enumerate(whole)}
+    for name, value in plain.items():
+        if value.ndim == 2 and not re.search(r"embed|lm_head|gate\.weight|bias|router", name):
             packed, state = quantize_4bit(value, None, None, blocksize, double_quant, quant_type)
             tensors[name] = packed
             tensors |= {f"{name}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}

@@ -114,6 +114,8 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
         refused = [path for path in parsed.adapter.experts if targets_module(stored.settings, path)]
     except (UserError, ValueError) as error:  # moetune's, and PEFT's of the settings
         return f"cannot read it: {one_line(error)}"
+    if parsed.ranks and program != "llama.cpp":  # it goes by the factors' own
+        return f"cannot read it: {parsed.ranks[0]}; correct it there"
     tensors, adapter = stored.tensors, parsed.adapter
     if program not in SERVERS:  # PEFT reads the frozen weights that it stores
         tensors = {name: tensor for name, tensor in tensors.items() if unwrapped(name) not in parsed.frozen}
@@ -163,5 +165,6 @@ def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
         if tensors[name].shape != expected[name].shape:
             return f"{name} is {[*tensors[name].shape]}, not {[*expected[name].shape]}"
         if not tensors[name].equal(expected[name]):
-            return f"{name} has its experts in another order"
+            has, needs = (of[name].flatten().sort().values for of in (tensors, expected))
+            return f"{name} has {'its experts in another order' if has.equal(needs) else 'another scale'}"
     return None

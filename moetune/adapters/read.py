@@ -51,6 +51,7 @@ class Read:
         doubts: how the values of the factors contradict the layout: they look like another, or in a layout that was
             detected, are not what moetune recorded when it wrote the file.
         wrong: what else would be read wrongly: ranks in the settings, or what moetune recorded, differ.
+        ranks: those of these lines that are of ranks.
         frozen: name of a parameter -> the base's value of it, which PEFT stores beside the factors of `lm_head`: a part
             of the base that the adapter was made on, and not of the adapter.
         names: linear layer, or parameter of stacked factors -> the names by which the settings may mean it.
@@ -62,6 +63,7 @@ class Read:
     unread: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    ranks: list[str] = field(default_factory=list)
     frozen: dict[str, Tensor] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -287,7 +289,9 @@ class _Reader:
         """
         rank, scales = A.shape[-2], self.stored.scales
         if (noted := scales.rank(target)) != rank:
-            self.parsed.wrong.append(f"{target}: its factors have rank {rank}, and adapter_config.json says {noted}")
+            other = f"{target}: its factors have rank {rank}, and adapter_config.json says {noted}"
+            self.parsed.wrong.append(other)
+            self.parsed.ranks.append(other)
         factors = Factors(A, B, scales.of(target, rank))
         return factors.trimmed() if self.stored.record else factors
 

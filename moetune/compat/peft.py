@@ -3,11 +3,12 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -32,6 +33,20 @@ class NoAdapters(dict[str, Any]):
 
     def update(self, settings: Any) -> None:  # type: ignore[override]
         self[", ".join(settings)] = settings
+
+
+def refuse_to_merge_into_codes(remedy: str) -> None:
+    """Make PEFT raise `ValueError`, which ends in `remedy`, where it would add factors to the codes of a weight."""
+    stock = getattr(Linear.merge, "__wrapped__", Linear.merge)
+
+    @wraps(stock)
+    def merge(self: Any, *args: Any, **options: Any) -> None:
+        layer = self.get_base_layer()
+        if not layer.weight.is_floating_point():
+            raise ValueError(f"PEFT cannot merge factors into {type(layer).__name__}, a quantized weight; {remedy}")
+        stock(self, *args, **options)
+
+    Linear.merge = merge  # type: ignore[method-assign]
 
 
 _TARGETS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")

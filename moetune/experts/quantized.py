@@ -122,6 +122,8 @@ class QuantizedExperts(HostModule):
         Each is bit for bit as `matrix` returns it. The result is a new tensor, or a view of the buffer if the storage
         is unquantized and has that dtype.
         """
+        if dtype == torch.float64:  # to which neither bitsandbytes nor the kernels dequantize
+            return self.matrices(which, torch.float32).double()
         return self.format.dequantize(self._rows(which), self._piece, dtype).view(-1, *self.shape)
 
     def merged(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -271,6 +272,15 @@ def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None)
     except UserError as error:
         raise UserError(f"the base of the adapter in {what!r}, by its base_model_name_or_path: {error}") from error
 
+    trained = settings.get("trainable_token_indices") or []
+    rows = model.settings.get_text_config().vocab_size
+    with reading(f"the adapter in {what!r}: trainable_token_indices {shown(trained)}"):
+        ids = chain(*trained.values()) if isinstance(trained, dict) else trained
+        if (largest := max(ids, default=0)) >= rows:
+            raise UserError(
+                f"the adapter in {what!r} trains token {largest}, and its base has embeddings for {rows} only; name "
+                "the base with more tokens, which it was trained on, as its base_model_name_or_path"
+            )
     load = partial(_with_adapter, what, path, model, device)
     return Opened(name=what, kind="adapter", load=load, resolved=model, adapter=path)
 

@@ -313,6 +313,22 @@ def test_vllm_applies_ranks_and_scales_of_linear_layers_alone(tmp_path: Path) ->
     assert "it ignores use_rslora and alpha_pattern" in str(programs["llama.cpp"])
 
 
+def test_a_rank_and_a_scale_are_told_as_such(tmp_path: Path) -> None:
+    """Not as another order of experts; PEFT makes factors of the rank that the settings say."""
+    base = base_of_toy("qwen3_moe")
+    for layout in ("peft", "per-expert"):
+        ranked, scaled = (
+            check(
+                write(tmp_path, make_adapter(base), base, layout, lambda _, own, other=other: own.update(other)), base
+            ).programs
+            for other in ({"r": RANK - 1}, {"alpha_pattern": {"q_proj": 2.0}})
+        )
+        told = "k_proj: its factors have rank 3, and adapter_config.json says 2; correct it there"
+        assert {name for name, said in ranked.items() if told not in str(said)} == {"llama.cpp"}
+        if layout == "per-expert":
+            assert all("has another scale" in str(scaled[name]) for name in ("vllm", "sglang"))
+
+
 @pytest.mark.parametrize(
     ("model_type", "said"), [("mixtral", "drops its experts without a message"), ("qwen3_moe", MIXED_FORMAT)]
 )

@@ -103,13 +103,16 @@ def test_a_merged_checkpoint_has_frozen_weights_as_transformers_unpacks_them(run
 @pytest.mark.one_in(28)
 @pytest.mark.parametrize(
     ("kind", "adapt"),
-    [("4bit", "full"), ("4bit", "lora"), ("fp8", "full"), ("fp8", "both"), ("nvfp4", "both")]
+    [("4bit", "full"), ("4bit", "lora"), ("apart", "full"), ("apart", "lora")]
+    + [("fp8", "full"), ("fp8", "both"), ("nvfp4", "both")]
     + [(producer, "both") for producer in (*INT4, *FLOATS)],
 )
 def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: Path) -> None:
     """Frozen weights as the checkpoint's own unpacking gives them, and the stock model computes what was trained."""
     if kind == "4bit":
         base = write_4bit(tmp_path / "base", "mixtral", hidden_size=64)
+    elif kind == "apart":
+        base = write_4bit(tmp_path / "base", "gpt_oss", hidden_size=64, intermediate_size=96, apart=True)
     elif kind in INT4:
         base = write_int4(tmp_path / "base", kind)
     elif kind in FLOATS:
@@ -118,14 +121,15 @@ def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: 
         write = write_fp8 if kind == "fp8" else write_nvfp4
         base = write(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
     run = write_run(tmp_path / "run", base, runs.ADAPT[adapt], storage="auto")
-    assert run.adapted.run.config.model.base == ("nf4" if kind == "4bit" else (INT4 | FLOATS).get(kind, kind))
+    is_4bit = kind in ("4bit", "apart")
+    assert run.adapted.run.config.model.base == ("nf4" if is_4bit else (INT4 | FLOATS).get(kind, kind))
     export(run.path, "merged", tmp_path / "merged")
     expected, found = open_checkpoint(base), tensors_of(tmp_path / "merged")
     assert found.keys() == expected.keys()
     same = [name for name in found if torch.equal(found[name], expected[name].rows().reshape(found[name].shape))]
     assert 0 < len(found) - len(same) < len(found)
     assert any(isinstance(expected[name], Quantized) and "experts" in name for name in same) or adapt == "lora"
-    if kind == "4bit":  # kept as it is, so nothing was lost but in rounding to 16 bits
+    if is_4bit:  # kept as it is, so nothing was lost but in rounding to 16 bits
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
         with torch.no_grad():
             logits, trained = (model(token_ids()).logits for model in (plain, run.adapted.model))

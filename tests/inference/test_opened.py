@@ -309,6 +309,10 @@ def test_an_adapter_that_matches_in_part(
     [
         ({"base_model_name_or_path": "tiny-mixtral", "revision": "v2"}, "revision 'v2' of 'tiny-mixtral', and main is"),
         ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens \[5, 6\]"),
+        (
+            {"trainable_token_indices": {"embed_tokens": [5, 2050]}},
+            "trains token 2050, and its base has embeddings for",
+        ),
     ],
 )
 def test_an_adapter_of_another_base_or_of_later_tokens(
@@ -317,7 +321,7 @@ def test_an_adapter_of_another_base_or_of_later_tokens(
     folder = copied(made, tmp_path / "copy", "adapter")
     said("adapter/adapter_config.json", **settings)(folder)
     with pytest.raises(UserError, match=message):
-        find(str(folder / "adapter"))
+        _ = find(str(folder / "adapter")).model
 
 
 def test_an_adapter_under_other_names_that_peft_reads(made: Path, tmp_path: Path) -> None:

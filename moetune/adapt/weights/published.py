@@ -142,10 +142,10 @@ class CheckpointReader:
     def _read_rows(self, path: str, stack: str, stored: Stored) -> None:
         """Read the experts of a layer from the rows of one tensor. Frozen experts that are already quantized as
         `model.base` says are stored as they are."""
+        kept = stored if self._is_kept(stored, stored.shape, path) and stored.STACKS else None
         for expert in self._target.bank(path).held:
-            is_frozen = self._target.pieces_of(path, stack, expert) is not None
-            if is_frozen and self._is_kept(stored, stored.shape, path) and stored.STACKS:
-                self._target.put_quantized_expert(path, stack, expert, stored.quantized(expert))
+            if kept is not None and self._target.pieces_of(path, stack, expert) is not None:
+                self._target.put_quantized_expert(path, stack, expert, kept.quantized(expert))
             else:
                 rows = _narrowed(stored.rows(expert, expert + 1, self._target.device))
                 self._target.put_expert(path, stack, expert, rows[0])

@@ -18,9 +18,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moetune.adapt.weights.published import CheckpointReader
 from moetune.adapt.weights.target import LoadTarget
+from moetune.compat.peft import refuse_to_merge_into_codes
 from moetune.compat.transformers import LoadingQuantizer
 from moetune.config.resolved import ResolvedModelConfig
-from moetune.errors import UserError, raise_problems
+from moetune.errors import UserError, note_once, raise_problems
+from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ExpertContext
 from moetune.experts.host import ExpertPrefetcher
 from moetune.models.selection import NOTHING
@@ -81,6 +83,23 @@ class MoetuneQuantizer(LoadingQuantizer):
         CheckpointReader(folder, plain, folder.name, target).read_all(model)
         for layer in structure.moe_layers:
             model.get_submodule(layer.experts).register_load_state_dict_pre_hook(_refuse_factors)
+        model.register_forward_pre_hook(_check_adapters)
+        refuse_to_merge_into_codes("save the adapter, and merge it into the checkpoint by moetune adapter merge")
+
+
+def _check_adapters(model: nn.Module, _: Any) -> None:
+    """Say that experts stay as they are where PEFT trains; raise `UserError` where it is to train a copy of them."""
+    if not (model.training and getattr(model, "peft_config", None)):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertBank) and ".modules_to_save." in name:
+            raise UserError(
+                f"modules_to_save: {name.partition('.modules_to_save.')[0]} holds experts that are quantized, of which "
+                "nothing would train; choose adapt.experts of a run file and moetune.build"
+            )
+    note_once(
+        "PEFT trains no experts here, whatever its targets: MoetuneConfig quantizes them; moetune.build adapts them"
+    )
 
 
 def _refuse_factors(_: nn.Module, state: dict[str, Any], prefix: str, *_more: Any) -> None:

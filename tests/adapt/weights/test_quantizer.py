@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moetune.adapt.weights.quantizer import MoetuneConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, note_once
 from moetune.experts.bank import ExpertBank
 from tests.adapt.weights.test_published import write
 from tests.reference import small_linears_are_quantized
@@ -48,7 +48,7 @@ def test_the_configuration_says_how_it_was_quantized(tmp_path: Path, capfd: pyte
     assert AutoConfig.from_pretrained(tmp_path).model_type == "mixtral"
 
 
-@pytest.mark.parametrize("base", [{"default": "bf16", "parts": {"experts": "nf4"}}, "nvfp4"], ids=str)
+@pytest.mark.parametrize("base", [{"default": "bf16", "parts": {"experts": "nf4"}}, "nvfp4", "mxfp4"], ids=str)
 def test_a_cast_leaves_scales_of_quantized_weights_as_they_are(base: object, tmp_path: Path) -> None:
     """Logits are those of a model that is loaded in that dtype."""
     write(tmp_path, "mixtral")
@@ -62,6 +62,11 @@ def test_a_cast_leaves_scales_of_quantized_weights_as_they_are(base: object, tmp
     with torch.no_grad():
         cast, expected = (loaded(dtype).to(torch.bfloat16) for dtype in (torch.float32, torch.bfloat16))
         assert torch.equal(cast(ids).logits, expected(ids).logits)
+        plain = loaded(torch.float32)
+        in_32_bits = plain(ids).logits
+        for dtype, tolerance in ((torch.float64, 1e-5), (torch.float16, 1e-2)):
+            cast = copy.deepcopy(plain).to(dtype)
+            assert (cast(ids).logits - in_32_bits).norm() < tolerance * in_32_bits.norm()
 
 
 def test_an_adapter_of_experts_is_not_left_out_in_silence(tmp_path: Path) -> None:
@@ -72,6 +77,25 @@ def test_an_adapter_of_experts_is_not_left_out_in_silence(tmp_path: Path) -> Non
         of_experts = pytest.raises(UserError, match="applies no factors to experts")
         with of_experts if targets == "all-linear" else nullcontext():
             PeftModel.from_pretrained(loaded, tmp_path / "lora")
+
+
+def test_what_peft_does_not_train_or_merge_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "mixtral")
+    ids, note_of = torch.arange(12)[None], "note: PEFT trains no experts here"
+    note_once.cache_clear()
+    for base, kind in (("nf4", "Linear4bit"), ("int8", "QuantizedLinear")):
+        with small_linears_are_quantized():
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MoetuneConfig(base=base))
+        adapted = get_peft_model(copy.deepcopy(loaded), LoraConfig(r=2, target_modules="all-linear"))
+        adapted.eval()(ids)
+        assert note_of not in capfd.readouterr().err
+        adapted.train()(ids)
+        assert (note_of in capfd.readouterr().err) == (base == "nf4")
+        with pytest.raises(ValueError, match=f"cannot merge factors into {kind}.*moetune adapter merge"):
+            adapted.merge_and_unload()
+        whole = get_peft_model(loaded, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["experts"]))
+        with pytest.raises(UserError, match=r"modules_to_save: model\.layers\.0\.mlp\.experts holds experts"):
+            whole.train()(ids)
 
 
 @pytest.mark.parametrize("base", ["int8", "nvfp4"])

@@ -23,6 +23,7 @@ from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ExpertContext
 from moetune.experts.quantized import QuantizedExperts
+from moetune.exporting.writers.merged import copy_checkpoint
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.mxfp4 import StoredMxfp4
 from moetune.formats.table import format_of
@@ -340,6 +341,27 @@ def test_stacked_experts_beside_four_bits_are_quantized(tmp_path: Path) -> None:
     stack = QuantizedExperts(1, (64, 64), "nf4")
     stack.quantize_(0, published[3].T.contiguous())
     assert torch.equal(bank.down.matrix(3, torch.float32), stack.matrix(0, torch.float32))
+
+
+def test_experts_of_gpt_oss_apart_in_four_bits_are_kept(tmp_path: Path) -> None:
+    """As Unsloth publishes it. A merged model has them in transformers' stacks."""
+    folder = write_4bit(tmp_path / "apart", "gpt_oss", hidden_size=64, intermediate_size=96, apart=True)
+    adapted = built(folder, {"experts": {"layers": "1", "ids": [2]}}, dtype="fp32")
+    bank, tensors = adapted.model.model.layers[1].mlp.experts, load_file(folder / "model.safetensors")
+    for name in ("gate_up", "down"):
+        stack, path = getattr(bank, name), f"model.layers.1.mlp.experts.{name}_projs."
+        assert torch.equal(stack.data[bank.frozen_slots[3]], tensors[f"{path}3.weight"].flatten())
+        assert torch.equal(getattr(bank.trained["2"], name).weight, nf4_value(tensors, f"{path}2.weight"))
+    (tmp_path / "merged").mkdir()
+    copy_checkpoint(folder, tmp_path / "merged")
+    with torch.no_grad():
+        found = adapted.model.eval()(token_ids()).logits
+        expected = stock(tmp_path / "merged", torch.float32)(token_ids()).logits
+    assert (found - expected).norm() < 0.02 * expected.norm()  # which is in bfloat16 there
+    del tensors["model.layers.1.mlp.experts.down_projs.3.bias"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"down_proj_bias.*do not fit together"):
+        built(folder, FROZEN)
 
 
 def test_scales_other_than_published_are_refused_unless_it_is_packed_anew(tmp_path: Path) -> None:
