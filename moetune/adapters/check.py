@@ -142,6 +142,8 @@ def _as_it_is(parsed: Read, stored: StoredAdapter, base: AdapterBase, program: s
         misfit = f"its target_modules name {refused[0]}, as vLLM's do, and PEFT refuses that"
     elif misfit is None and ignored:
         misfit = f"it ignores the factors of {ignored[0]}, which its settings leave out"
+    if misfit is not None and (problems := [*parsed.unread, *parsed.wrong]):  # with which it cannot be converted
+        return f"cannot read it: {problems[0]}"
     return None if misfit is None else f"needs moetune adapter convert --to {program}: {misfit}"
 
 
