@@ -7,6 +7,7 @@ AutoModelForCausalLM.from_pretrained(folder, quantization_config=MoetuneConfig(b
 """
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,15 @@ class MoetuneQuantizer(LoadingQuantizer):
         CheckpointReader(folder, plain, folder.name, target).read_all(model)
         for layer in structure.moe_layers:
             model.get_submodule(layer.experts).register_load_state_dict_pre_hook(_refuse_factors)
-        model.register_forward_pre_hook(_check_adapters)
+        model.register_forward_pre_hook(partial(_check_adapters, set()))
         refuse_to_merge_into_codes("save the adapter, and merge it into the checkpoint by moetune adapter merge")
 
 
-def _check_adapters(model: nn.Module, _: Any) -> None:
-    """Say that experts stay as they are where PEFT trains; raise `UserError` where it is to train a copy of them."""
-    if not (model.training and getattr(model, "peft_config", None)):
+def _check_adapters(checked: set[str], model: nn.Module, _: Any) -> None:
+    """Say that experts stay as they are where PEFT trains; raise `UserError` where it is to train a copy of them. Adds
+    the names of the adapters to `checked`, so that later passes look at new ones only."""
+    adapters: Any = getattr(model, "peft_config", {})
+    if not model.training or adapters.keys() <= checked:
         return
     for name, module in model.named_modules():
         if isinstance(module, ExpertBank) and ".modules_to_save." in name:
@@ -100,6 +103,7 @@ def _check_adapters(model: nn.Module, _: Any) -> None:
     note_once(
         "PEFT trains no experts here, whatever its targets: MoetuneConfig quantizes them; moetune.build adapts them"
     )
+    checked |= adapters.keys()
 
 
 def _refuse_factors(_: nn.Module, state: dict[str, Any], prefix: str, *_more: Any) -> None:
